@@ -1,0 +1,95 @@
+"""The trace of one repetition: what was enqueued where, in submission order.
+
+One format for every backend. Streams are named as the case names them (``fill``, ``ambient``); the default
+stream of device 0 is ``default``, of device 1 ``default.1``; a stream that the case did not name is
+``stream<id>`` (``stream<id>.<device>`` on another device than 0). Events are numbered by recording: every
+``record`` makes a new number, so a wait names the recording it binds to, as in CUDA. Blocks of memory are numbered by
+first appearance in the trace, so that two runs of one program give equal traces whatever the addresses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from harness.perturb.plan import LaunchId
+
+
+class SourceLine(NamedTuple):
+    """A line of the caller's Python code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Access(NamedTuple):
+    """One access to the bytes [start, stop) of a block of memory."""
+
+    block: int
+    start: int
+    stop: int
+    write: bool
+
+
+class Launch(NamedTuple):
+    """An operation enqueued on a stream."""
+
+    id: LaunchId
+    operation: str
+    """The dispatcher's name, such as ``aten::mul.Tensor``."""
+    node: str | None
+    """The autograd node that was running (``MulBackward0``), or None outside backward."""
+    line: SourceLine | None
+    """Where the caller's code enqueued it; for a backward launch, the line of the forward operation it belongs
+    to where that is known, else the line that called backward. None where lines were not recorded."""
+    accesses: tuple[Access, ...]
+
+
+class Record(NamedTuple):
+    """An event recorded on a stream."""
+
+    stream: str
+    event: int
+
+
+class Wait(NamedTuple):
+    """A stream made to wait for a recording."""
+
+    stream: str
+    event: int
+
+
+class HostSync(NamedTuple):
+    """The host waited: for a stream, for a recording, or (both None) for every stream of every device."""
+
+    stream: str | None
+    event: int | None
+
+
+class Allocate(NamedTuple):
+    """A block handed out by the caching allocator to the stream that owns it.
+
+    ``after`` are the recordings that the allocator saw completed before it handed the block out again
+    (those that ``record_stream`` made it wait for).
+    """
+
+    block: int
+    size_bytes: int
+    stream: str
+    after: tuple[int, ...]
+
+
+class Free(NamedTuple):
+    """A block given back. ``deferred`` are the recordings that its reuse must wait for (``record_stream``)."""
+
+    block: int
+    stream: str
+    """The owning stream: the one that the block was allocated on."""
+    deferred: tuple[int, ...]
+    line: SourceLine | None
+
+
+Entry: TypeAlias = Launch | Record | Wait | HostSync | Allocate | Free
+Trace: TypeAlias = list[Entry]
