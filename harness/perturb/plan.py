@@ -15,7 +15,7 @@ class LaunchId(NamedTuple):
     """
 
     stream: str
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody asks a launch for
 
     def __str__(self) -> str:
         return f"{self.stream}:{self.index}"
