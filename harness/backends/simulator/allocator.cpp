@@ -1,0 +1,184 @@
+#include "allocator.h"
+
+#include "streams.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace sidestream {
+namespace {
+
+constexpr int64_t kSizeClass = 512;
+constexpr int kPoison = 0xFF;
+constexpr size_t kAlignment = 64;
+
+void free_context(void* context) {
+  Allocator::get().free(*static_cast<Block*>(context));
+}
+
+} // namespace
+
+Allocator& Allocator::get() {
+  static auto& allocator = *new Allocator(); // leaked: storages may outlive static destructors
+  return allocator;
+}
+
+c10::DataPtr Allocator::allocate(size_t size_bytes) {
+  auto device = current_device();
+  c10::Device device_of_pointer(c10::kPrivateUse1, device);
+  if (size_bytes == 0) {
+    return {nullptr, nullptr, &c10::detail::deleteNothing, device_of_pointer};
+  }
+  auto rounded = (static_cast<int64_t>(size_bytes) + kSizeClass - 1) / kSizeClass * kSizeClass;
+  auto& scheduler = Scheduler::get();
+  auto& owner = scheduler.stream(device, current_stream(device));
+  Lock lock(scheduler.mutex);
+  process_deferred();
+  Block* block = nullptr;
+  auto& list = free_[&owner][rounded];
+  if (!list.empty()) {
+    block = list.back();
+    list.pop_back();
+    block->cached = false;
+  } else {
+    void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(rounded));
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, memory, "The simulated accelerator found no host memory for a block of ", rounded, " bytes.");
+    std::memset(memory, kPoison, static_cast<size_t>(rounded));
+    block = new Block{memory, rounded, &owner, {}, {}};
+    reserved_[device] += rounded;
+  }
+  allocated_[device] += rounded;
+  if (scheduler.traces()) {
+    TraceEntry entry{TraceEntry::kAllocate};
+    entry.device = owner.device;
+    entry.stream = owner.id;
+    entry.size_bytes = rounded;
+    if (block->completed_in != scheduler.repetition()) {
+      block->completed.clear();
+    }
+    scheduler.trace.add_memory(entry, *block, block->completed);
+  }
+  block->completed.clear();
+  return {block->memory, block, &free_context, device_of_pointer};
+}
+
+void Allocator::copy_data(void* destination, const void* source, std::size_t count) const {
+  std::memcpy(destination, source, count);
+}
+
+Block* Allocator::block_of(const c10::DataPtr& pointer) {
+  return pointer.get_deleter() == &free_context ? static_cast<Block*>(pointer.get_context()) : nullptr;
+}
+
+void Allocator::record_stream(Block& block, Stream& stream) {
+  Lock lock(Scheduler::get().mutex);
+  if (&stream != block.owner && std::find(block.users.begin(), block.users.end(), &stream) == block.users.end()) {
+    block.users.push_back(&stream);
+  }
+}
+
+void Allocator::free(Block& block) {
+  auto& scheduler = Scheduler::get();
+  bool traces = scheduler.traces();
+  Caller caller;
+  if (traces) {
+    caller = describe_line();
+  }
+  Lock lock(scheduler.mutex);
+  allocated_[block.owner->device] -= block.size_bytes;
+  std::vector<RecordingPointer> recordings;
+  std::vector<int64_t> events;
+  for (auto* user : block.users) {
+    recordings.push_back(scheduler.record_locked(*user));
+    if (recordings.back()->number > 0) {
+      events.push_back(recordings.back()->number);
+    }
+  }
+  block.users.clear();
+  if (scheduler.traces()) {
+    TraceEntry entry{TraceEntry::kFree};
+    entry.device = block.owner->device;
+    entry.stream = block.owner->id;
+    entry.caller = caller;
+    scheduler.trace.add_memory(entry, block, events);
+  }
+  block.completed = std::move(events);
+  block.completed_in = scheduler.repetition();
+  if (!block.listed) {
+    block.listed = true;
+    freed_.push_back(&block);
+  }
+  if (recordings.empty()) {
+    make_available(block);
+  } else {
+    deferred_.push_back({&block, std::move(recordings)});
+  }
+}
+
+void Allocator::make_available(Block& block) {
+  block.cached = true;
+  free_list(block).push_back(&block);
+}
+
+void Allocator::process_deferred() {
+  for (size_t i = 0; i < deferred_.size();) {
+    auto& recordings = deferred_[i].recordings;
+    bool complete = std::all_of(recordings.begin(), recordings.end(), [](const RecordingPointer& recording) {
+      return Scheduler::get().settled(*recording);
+    });
+    if (complete) {
+      make_available(*deferred_[i].block);
+      deferred_.erase(deferred_.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      i++;
+    }
+  }
+}
+
+int64_t Allocator::allocated_bytes(c10::DeviceIndex device) {
+  Lock lock(Scheduler::get().mutex);
+  return allocated_[checked_device(device)];
+}
+
+int64_t Allocator::reserved_bytes(c10::DeviceIndex device) {
+  Lock lock(Scheduler::get().mutex);
+  return reserved_[checked_device(device)];
+}
+
+void Allocator::empty_cache() {
+  auto& scheduler = Scheduler::get();
+  Lock lock(scheduler.mutex);
+  if (scheduler.has_pending_work() || scheduler.in_repetition()) {
+    return;
+  }
+  process_deferred();
+  poison_freed();
+  for (auto& [stream, lists] : free_) {
+    for (auto& [size_bytes, blocks] : lists) {
+      for (auto* block : blocks) {
+        reserved_[stream->device] -= block->size_bytes;
+        std::free(block->memory);
+        delete block;
+      }
+    }
+  }
+  free_.clear();
+}
+
+void Allocator::poison_freed() {
+  process_deferred();
+  for (auto* block : freed_) {
+    block->listed = false;
+    if (block->cached) { // else it is in use again, or still deferred
+      std::memset(block->memory, kPoison, static_cast<size_t>(block->size_bytes));
+    }
+  }
+  freed_.clear();
+}
+
+} // namespace sidestream

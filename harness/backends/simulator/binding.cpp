@@ -1,0 +1,181 @@
+// The Python module: the functions that every native instrument of the harness has (begin_repetition to set_ignored_prefixes),
+// and what the device module torch.sim needs.
+#include "allocator.h"
+#include "caller.h"
+#include "device_guard.h"
+#include "device_hooks.h"
+#include "operators.h"
+#include "output_metadata.h"
+#include "python_errors.h"
+#include "python_frames.h"
+#include "scheduler.h"
+#include "streams.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace sidestream {
+
+bool is_python_not_implemented(const std::exception& error) {
+  PyObject* type = nullptr;
+  if (const auto* torch_error = dynamic_cast<const python_error*>(&error)) {
+    type = torch_error->type;
+  } else if (const auto* pybind_error = dynamic_cast<const py::error_already_set*>(&error)) {
+    type = pybind_error->type().ptr();
+  } else {
+    return false;
+  }
+  py::gil_scoped_acquire gil;
+  return PyErr_GivenExceptionMatches(type, PyExc_NotImplementedError) != 0;
+}
+
+namespace {
+
+py::object to_python(const std::string* text) {
+  return text ? py::object(py::str(*text)) : py::object(py::none());
+}
+
+py::tuple accesses_of(const Trace& trace, const TraceEntry& entry) {
+  py::tuple result(entry.count);
+  for (uint32_t i = 0; i < entry.count; i++) {
+    const auto& access = trace.accesses[entry.first + i];
+    result[i] = py::make_tuple(access.block, access.start, access.stop, access.write);
+  }
+  return result;
+}
+
+py::tuple events_of(const Trace& trace, const TraceEntry& entry) {
+  py::tuple result(entry.count);
+  for (uint32_t i = 0; i < entry.count; i++) {
+    result[i] = trace.events[entry.first + i];
+  }
+  return result;
+}
+
+py::tuple to_python(const Trace& trace, const TraceEntry& entry) {
+  const int device = entry.device;
+  switch (entry.kind) {
+    case TraceEntry::kLaunch:
+      return py::make_tuple(
+          "launch", device, entry.stream, entry.number, to_python(entry.operation), to_python(entry.caller.node),
+          to_python(entry.caller.file), entry.caller.line, accesses_of(trace, entry));
+    case TraceEntry::kRecord:
+      return py::make_tuple("record", device, entry.stream, entry.number);
+    case TraceEntry::kWait:
+      return py::make_tuple("wait", device, entry.stream, entry.number);
+    case TraceEntry::kSyncStream:
+      return py::make_tuple("sync_stream", device, entry.stream);
+    case TraceEntry::kSyncEvent:
+      return py::make_tuple("sync_event", entry.number);
+    case TraceEntry::kSyncDevice:
+      return py::make_tuple("sync_device", device);
+    case TraceEntry::kAllocate:
+      return py::make_tuple(
+          "allocate", entry.number, entry.size_bytes, device, entry.stream, events_of(trace, entry));
+    case TraceEntry::kFree:
+      return py::make_tuple(
+          "free", entry.number, device, entry.stream, events_of(trace, entry), to_python(entry.caller.file),
+          entry.caller.line);
+  }
+  throw std::logic_error("A trace entry of an unknown kind.");
+}
+
+void begin_repetition(
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& holds, bool serial, bool lines) {
+  {
+    py::gil_scoped_release release;
+    Scheduler::get().begin_repetition(holds, serial);
+  }
+  start_lines(lines);
+}
+
+py::tuple finish_repetition() {
+  stop_lines();
+  forget_body_thread();
+  auto& scheduler = Scheduler::get();
+  {
+    py::gil_scoped_release release;
+    scheduler.finish_repetition();
+  }
+  py::list entries(scheduler.trace.entries.size());
+  for (size_t i = 0; i < scheduler.trace.entries.size(); i++) {
+    entries[i] = to_python(scheduler.trace, scheduler.trace.entries[i]);
+  }
+  static const char* const states[] = {"missing", "pending", "forced", "ran"};
+  py::list outcomes(scheduler.holds.size());
+  for (size_t i = 0; i < scheduler.holds.size(); i++) {
+    const auto& hold = scheduler.holds[i];
+    outcomes[i] = py::make_tuple(states[hold.state], to_python(hold.forced_by.file), hold.forced_by.line);
+  }
+  return py::make_tuple(entries, outcomes);
+}
+
+bool is_taken() {
+  return c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)].load() != nullptr ||
+      at::isPrivateUse1HooksRegistered();
+}
+
+void install() {
+  if (is_taken()) {
+    throw std::runtime_error("A PrivateUse1 backend is registered already.");
+  }
+  c10::SetAllocator(c10::kPrivateUse1, &Allocator::get());
+  register_device_hooks();
+  register_device_guard();
+  register_operators();
+}
+
+} // namespace
+} // namespace sidestream
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace sidestream;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("is_taken", &is_taken);
+  module.def("install", &install);
+  module.def("begin_repetition", &begin_repetition, py::arg("holds"), py::arg("serial"), py::arg("lines"));
+  module.def("set_preparing", [](bool on) { Scheduler::get().set_preparing(on); }, py::arg("on"), Release());
+  module.def("finish_repetition", &finish_repetition);
+  module.def("stop_lines", &stop_lines);
+  module.def("set_ignored_prefixes", &set_ignored_prefixes, py::arg("prefixes"));
+  module.def("device_count", [] { return int(kDevices); });
+  module.def("current_device", [] { return int(current_device()); });
+  module.def("exchange_device", [](int device) {
+    return int(exchange_device(static_cast<c10::DeviceIndex>(device)));
+  });
+  module.def("sleep", &sidestream::sleep, py::arg("cycles"), Release());
+  module.def("memory_allocated", [](int device) {
+    return Allocator::get().allocated_bytes(static_cast<c10::DeviceIndex>(device));
+  }, Release());
+  module.def("memory_reserved", [](int device) {
+    return Allocator::get().reserved_bytes(static_cast<c10::DeviceIndex>(device));
+  }, Release());
+  module.def("empty_cache", [] { Allocator::get().empty_cache(); }, Release());
+  module.def("metadata_cache_size", &metadata_cache_size);
+  module.def("manual_seed", [](int device, uint64_t seed) {
+    auto& generator = default_generator(static_cast<c10::DeviceIndex>(device));
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }, Release());
+  module.def("initial_seed", [](int device) {
+    return default_generator(static_cast<c10::DeviceIndex>(device)).current_seed();
+  });
+  module.def("get_rng_state", [](int device) {
+    return py::bytes(generator_state(default_generator(static_cast<c10::DeviceIndex>(device))));
+  });
+  module.def("set_rng_state", [](int device, const std::string& state) {
+    set_generator_state(default_generator(static_cast<c10::DeviceIndex>(device)), state);
+  });
+}

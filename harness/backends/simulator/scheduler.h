@@ -1,0 +1,169 @@
+// The scheduler: which launch runs when. Submission order, except for held launches.
+//
+// A stream is a queue of tasks: launches, recordings and waits. Nothing runs by itself; tasks run on the thread of whoever
+// enqueues them or waits for them.
+//
+// Invariants
+//  1. A stream's launches run one at a time and in the order in which they were enqueued.
+//  2. A launch that is not held runs inside `submit` if its stream has nothing pending. Otherwise it is queued.
+//  3. A queued launch runs only when a host synchronization needs it (`synchronize_*`), or in `finish_repetition`. Then only
+//     what the synchronization needs is run: the launch's own stream up to it, and through incomplete waits, the streams that
+//     recorded what is waited for, up to the recording.
+//  4. Recordings and waits cost nothing: at the front of an idle stream's queue a recording is complete, and a wait for a
+//     complete recording is gone (`settle`). So the front is a launch, or a wait for an incomplete recording.
+//  5. A wait binds to the recording that the event had when the wait was enqueued, which is older than the wait. Following
+//     waits from a front therefore only leads to older tasks: there are no cycles, and two threads that force streams at the
+//     same time cannot block each other.
+//  6. `mutex` guards everything here, the trace and the allocator. It is never held while a kernel runs (the stream is marked
+//     `running` instead), nor while the GIL is taken or given up. A thread that waits for a running stream gives up the GIL.
+#pragma once
+
+#include "caller.h"
+#include "trace.h"
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+namespace sidestream {
+
+struct Stream;
+
+// One recording of an event. An event that is recorded again gets a new one.
+struct Recording {
+  Stream* stream;
+  int64_t number; // in the trace, from 1; 0 outside a repetition
+  uint64_t repetition;
+  bool complete = false;
+  int queries = 0; // that found it incomplete
+  std::chrono::steady_clock::time_point completed_at = {};
+};
+using RecordingPointer = std::shared_ptr<Recording>;
+
+// What a launch does when it runs.
+struct Work {
+  virtual ~Work() = default;
+  virtual void run() = 0;
+  // Called once, before the launch is queued rather than run at once: copies what the host may change after enqueueing.
+  virtual void stage() {}
+};
+
+struct Hold {
+  enum State : uint8_t { kMissing, kPending, kForced, kRan };
+  c10::DeviceIndex device;
+  int64_t stream;
+  int64_t index;
+  State state = kMissing;
+  bool released = false;
+  Caller forced_by = {};
+};
+
+struct Launch {
+  const std::string* operation;
+  std::unique_ptr<Work> work; // may be null
+  std::vector<Access> accesses;
+};
+
+struct Task {
+  enum Kind : uint8_t { kLaunch, kRecord, kWait };
+  Kind kind;
+  uint64_t turn; // in submission order
+  const std::string* operation = nullptr;
+  int64_t index = -1;
+  std::unique_ptr<Work> work;
+  RecordingPointer recording;
+  int hold = -1; // number of the hold that keeps it
+};
+
+struct Stream {
+  c10::DeviceIndex device;
+  int64_t id;
+  std::deque<Task> tasks;
+  bool running = false;
+  std::thread::id runner;
+  uint64_t running_turn = 0;
+  int64_t launches = 0; // in this repetition
+  int queries = 0; // that found work pending
+  bool listed = false; // in the scheduler's list of streams with tasks
+  std::vector<int> holds; // numbers of this repetition's holds on it
+};
+
+using Lock = std::unique_lock<std::mutex>;
+
+class Scheduler {
+ public:
+  static Scheduler& get();
+
+  Stream& stream(c10::DeviceIndex device, int64_t id);
+  Stream& stream(const c10::Stream& stream) { return this->stream(stream.device_index(), stream.id()); }
+
+  void submit(Stream& stream, Launch launch);
+  RecordingPointer record(Stream& stream);
+  void wait(Stream& stream, const RecordingPointer& recording);
+
+  void synchronize_stream(Stream& stream);
+  void synchronize_recording(const RecordingPointer& recording);
+  void synchronize_device(c10::DeviceIndex device);
+  // Whether all is complete. A host that asks again and again is served like one that waits.
+  bool query_stream(Stream& stream);
+  bool query_recording(const RecordingPointer& recording);
+
+  void begin_repetition(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& holds, bool serial);
+  void set_preparing(bool preparing);
+  // Leaves the trace and the outcomes of the holds for the caller to read until the next repetition begins. Throws the error of
+  // the first deferred launch that failed, after everything has run.
+  void finish_repetition();
+  bool in_repetition() const { return in_repetition_; }
+
+  // For the allocator and for callers that hold the lock.
+  std::mutex mutex;
+  bool traces() const { return counting_; }
+  RecordingPointer record_locked(Stream& stream);
+  // Completes what has become complete, and says whether the recording is.
+  bool settled(Recording& recording);
+  bool has_pending_work() const;
+  uint64_t repetition() const { return repetition_; }
+
+  Trace trace;
+  std::vector<Hold> holds;
+
+ private:
+  Scheduler();
+
+  void wait_for_change(Lock& lock);
+  bool runs_elsewhere(const Stream& stream) const;
+  void settle(Stream& stream);
+  void enqueue(Stream& stream, Task task);
+  void forget_pending();
+  // Runs one launch that the stream's front needs, or waits for a thread that is running one.
+  void force_front(Lock& lock, Stream& stream, const Caller* forced_by);
+  void force_stream(Lock& lock, Stream& stream, uint64_t last_turn, const Caller& forced_by);
+  void run(Lock& lock, Stream& stream, Task task, bool deferred);
+  Stream* first_runnable();
+  Caller describe_sync();
+
+  std::vector<Stream> streams_; // never resized
+  std::vector<Stream*> pending_; // the streams that may have tasks
+  std::atomic<bool> counting_{false}; // in a repetition and not preparing
+  std::atomic<bool> in_repetition_{false};
+  bool serial_ = false;
+  int running_ = 0;
+  uint64_t repetition_ = 0;
+  uint64_t turns_ = 0;
+  int64_t events_ = 0;
+  uint64_t changes_ = 0; // counts launches that ended
+  struct Changed;
+  std::unique_ptr<Changed> changed_;
+};
+
+} // namespace sidestream

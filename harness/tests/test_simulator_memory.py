@@ -1,0 +1,156 @@
+"""The simulator's caching allocator."""
+
+from __future__ import annotations
+
+import gc
+from types import ModuleType
+
+import pytest
+import torch
+
+from harness.backends.simulator import device_module as sim
+from harness.tests.simulator_support import filled, preparing, registered, repetition, streams
+
+
+@pytest.fixture(scope="module")
+def native() -> ModuleType:
+    module = registered()
+    gc.collect()
+    return module
+
+
+def test_fresh_memory_is_nan(native: ModuleType) -> None:
+    native.empty_cache()
+    assert torch.empty(1234, device="sim").isnan().all().item()
+    assert torch.empty(1234, device="sim", dtype=torch.bfloat16).isnan().all().item()
+
+
+def test_a_freed_block_is_reused_at_once_by_its_own_stream_last_in_first_out(native: ModuleType) -> None:
+    first, second = streams(2)
+    with first:
+        blocks = [torch.empty(100, device="sim") for _ in range(2)]
+    addresses = [block.data_ptr() for block in blocks]
+    for _ in addresses:
+        blocks.pop(0)
+    with second:
+        foreign = torch.empty(100, device="sim")
+    assert foreign.data_ptr() not in addresses
+    with first:
+        again = [torch.empty(100, device="sim") for _ in range(2)]
+    assert [block.data_ptr() for block in again] == addresses[::-1]
+
+
+def test_reuse_before_another_stream_has_finished_reading_is_seen(native: ModuleType) -> None:
+    """Without record_stream, memory is reused though another stream still reads it: that bug must be able to happen."""
+    results = {}
+    for recorded in (False, True):
+        owner, reader = streams(2)
+        with repetition(native, [(reader, 0)]) as result:
+            with preparing(native):
+                seen = filled(100, -1.0)
+            with owner:
+                value = filled(100, 1.0)
+            reader.wait_stream(owner)
+            with reader:
+                seen.copy_(value)  # held
+            if recorded:
+                value.record_stream(reader)
+            del value
+            with owner:
+                other = filled(100, 2.0)
+        results[recorded] = seen[0].item()
+        allocations = result.of_kind("allocate")
+        (free,) = result.of_kind("free")
+        event = result.of_kind("record")[-1]
+        if recorded:
+            assert free[4] == (event[3],) and event[2] == reader.stream_id
+            assert allocations[1][1] != allocations[0][1]
+        else:
+            assert free[4] == ()
+            assert allocations[1][1] == allocations[0][1]
+        del other
+    assert results == {False: 2.0, True: 1.0}
+
+
+def test_a_deferred_block_comes_back_when_its_recordings_are_complete(native: ModuleType) -> None:
+    owner, reader = streams(2)
+    with repetition(native) as result:
+        with owner:
+            value = torch.empty(100, device="sim")
+        value.record_stream(reader)
+        value.record_stream(owner)  # its own stream needs no recording
+        del value
+        with owner:
+            torch.empty(100, device="sim")
+    first, second = result.of_kind("allocate")
+    free = result.of_kind("free")[0]
+    (record,) = result.of_kind("record")
+    assert free[4] == second[5] == (record[3],)
+    assert first[1] == second[1] and first[5] == ()
+
+
+def test_the_engine_s_record_stream_reaches_the_allocator(native: ModuleType) -> None:
+    forward, other = streams(2)
+    with repetition(native) as result:
+        with preparing(native), forward:
+            leaf = filled(8, 2.0).requires_grad_()
+            first = leaf * 3
+        other.wait_stream(forward)
+        with other:
+            second = leaf * 5
+        total = first.sum() + second.sum()
+        total.backward()
+    assert any(entry[4] for entry in result.of_kind("free"))
+
+
+def test_memory_freed_in_one_repetition_is_poisoned_for_the_next(native: ModuleType) -> None:
+    (stream,) = streams(1)
+    with stream:
+        for expected_nan in (False, True):
+            with repetition(native):
+                value = filled(777, 1.0)
+            address = value.data_ptr()
+            del value
+            if expected_nan:
+                with repetition(native):
+                    value = torch.empty(777, device="sim")
+                assert value.data_ptr() == address
+                assert value.isnan().all().item()
+
+
+def test_accounting(native: ModuleType) -> None:
+    gc.collect()
+    before, other = sim.memory_allocated(), sim.memory_allocated(1)
+    value = torch.empty(129, device="sim")  # 516 bytes
+    assert sim.memory_allocated("sim:0") - before == 1024
+    assert sim.memory_reserved() >= sim.memory_allocated()
+    view = value[:3]
+    del value
+    assert sim.memory_allocated(0) - before == 1024
+    del view
+    assert sim.memory_allocated(0) == before
+    assert sim.memory_allocated(1) == other
+    assert torch.empty(0, device="sim").data_ptr() == 0
+
+
+def test_a_kernel_keeps_no_storage_alive(native: ModuleType) -> None:
+    (held,) = streams(1)
+    with repetition(native, [(held, 0)]):
+        before = sim.memory_allocated()
+        with held:
+            value = filled(100, 1.0)  # held
+        del value
+        assert sim.memory_allocated() == before
+
+
+def test_storages_are_resized(native: ModuleType) -> None:
+    value = torch.arange(8.0, device="sim")
+    storage = value.untyped_storage()
+    storage.resize_(0)
+    assert storage.nbytes() == 0
+    storage.resize_(32)
+    value.copy_(torch.arange(8.0))
+    storage.resize_(64)
+    assert torch.equal(value.cpu(), torch.arange(8.0))
+    grown = torch.arange(3.0, device="sim").resize_(5)
+    assert torch.equal(grown[:3].cpu(), torch.arange(3.0))
