@@ -9,6 +9,7 @@ first appearance in the trace, so that two runs of one program give equal traces
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple, TypeAlias
 
 from harness.perturb.plan import LaunchId
@@ -21,7 +22,9 @@ class SourceLine(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        """``file:line``, relative to the working directory where that is shorter."""
+        relative = os.path.relpath(self.file)
+        return f"{self.file if relative.startswith('..') else relative}:{self.line}"
 
 
 class Access(NamedTuple):

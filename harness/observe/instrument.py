@@ -1,0 +1,151 @@
+"""The instrument: starts and ends the observation of one repetition and gives its trace in the common format.
+
+The simulator and the tap of a real device are native modules with the same functions; this is the one place that knows
+their raw tuples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from harness.observe.holds import HoldOutcome, HoldState
+from harness.observe.streams import StreamNames
+from harness.observe.trace import (
+    Access,
+    Allocate,
+    Entry,
+    Free,
+    HostSync,
+    Launch,
+    Record,
+    SourceLine,
+    Trace,
+    Wait,
+)
+from harness.perturb.plan import LaunchId, Plan
+
+
+class Native(Protocol):
+    """What a native instrument offers: ``harness/backends/simulator`` and ``harness/observe/tap``."""
+
+    def begin_repetition(self, holds: list[tuple[int, int, int]], serial: bool, lines: bool) -> None: ...
+    def set_preparing(self, on: bool) -> None: ...
+    def finish_repetition(self) -> tuple[list[tuple[Any, ...]], list[tuple[str, str | None, int]]]: ...
+    def set_ignored_prefixes(self, prefixes: list[str]) -> None: ...
+
+
+@dataclass(slots=True)
+class Recording:
+    """What was seen of one repetition."""
+
+    trace: Trace
+    holds: list[HoldOutcome]
+
+    def launches(self) -> list[Launch]:
+        """The launches, in submission order."""
+        return [entry for entry in self.trace if type(entry) is Launch]
+
+
+class Instrument:
+    """Observes one repetition at a time on the accelerator behind ``native``."""
+
+    def __init__(self, native: Native, names: StreamNames) -> None:
+        self._native = native
+        self.names = names
+        self._plan = Plan()
+        self._observing = False
+        self._preparing = 0
+        native.set_ignored_prefixes(ignored_prefixes())
+
+    def begin(self, plan: Plan, *, serial: bool = False, lines: bool = False) -> None:
+        """Start a repetition under ``plan``; every stream that the plan names must have its name already.
+
+        ``serial`` completes each launch before the next is enqueued. ``lines`` records where the caller's code
+        enqueued each launch, which costs a walk up the Python stack a launch.
+        """
+        self._plan = plan
+        holds = []
+        for launch in plan.holds:
+            key = self.names.key(launch.stream)
+            # A stream that does not exist yet cannot be held: the outcome will say that the launch was missing.
+            holds.append((*(key or (-1, -1)), launch.index))
+        self._native.begin_repetition(holds, serial, lines)
+        self._observing = True
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A stretch whose launches are neither counted, held nor traced."""
+        self._preparing += 1
+        if self._preparing == 1:
+            self._native.set_preparing(True)
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            # An interrupt can end the repetition before this block.
+            if self._preparing == 0 and self._observing:
+                self._native.set_preparing(False)
+
+    def finish(self) -> Recording:
+        """End the repetition: settle each hold, release them, complete all work."""
+        self._observing = False
+        raw_entries, raw_holds = self._native.finish_repetition()
+        outcomes = [
+            HoldOutcome(launch, HoldState(state), SourceLine(file, line) if file else None)
+            for launch, (state, file, line) in zip(self._plan.holds, raw_holds, strict=True)
+        ]
+        return Recording(self._translate(raw_entries), outcomes)
+
+    def _translate(self, raw_entries: list[tuple[Any, ...]]) -> Trace:
+        name = self.names.name
+        trace: list[Entry] = []
+        append = trace.append
+        for raw in raw_entries:
+            kind = raw[0]
+            if kind == "launch":
+                _, device, stream, index, operation, node, file, line, accesses = raw
+                append(
+                    Launch(
+                        LaunchId(name((device, stream)), index),
+                        operation,
+                        node,
+                        SourceLine(file, line) if file else None,
+                        tuple(map(Access._make, accesses)),
+                    )
+                )
+            elif kind == "record":
+                append(Record(name((raw[1], raw[2])), raw[3]))
+            elif kind == "wait":
+                append(Wait(name((raw[1], raw[2])), raw[3]))
+            elif kind == "allocate":
+                _, block, size_bytes, device, stream, after = raw
+                append(Allocate(block, size_bytes, name((device, stream)), tuple(after)))
+            elif kind == "free":
+                _, block, device, stream, deferred, file, line = raw
+                where = SourceLine(file, line) if file else None
+                append(Free(block, name((device, stream)), tuple(deferred), where))
+            elif kind == "sync_stream":
+                append(HostSync(name((raw[1], raw[2])), None))
+            elif kind == "sync_event":
+                append(HostSync(None, raw[1]))
+            elif kind == "sync_device":
+                # Synchronizing one device says nothing about the streams of another.
+                for stream in self.names.of_device(raw[1]):
+                    append(HostSync(stream, None))
+            else:
+                raise AssertionError(f"unknown trace entry {raw!r}")
+        return trace
+
+
+def ignored_prefixes() -> list[str]:
+    """Source files that are never the caller's: torch, the harness but for its tests, and what calls for them."""
+    torch_folder = Path(torch.__file__).parent
+    harness_folder = Path(__file__).parent.parent
+    parts = [path for path in harness_folder.iterdir() if path.name != "tests"]
+    return [f"{torch_folder}/", contextlib.__file__, *sorted(str(path) for path in parts)]
