@@ -1,0 +1,520 @@
+"""Happens-before against its definition: an explicit graph, its closure, and all pairs."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.judge import happens_before
+from harness.judge.happens_before import find_races
+from harness.observe.trace import Access, Allocate, Free, HostSync, Launch, Record, SourceLine, Trace, Wait
+from harness.perturb.plan import LaunchId
+from harness.tests.mutation import planted
+
+BLOCK_BYTES = 6
+
+
+# Traces.
+
+
+def launch(name: str, *accesses: tuple[int, int, int, bool], operation: str = "op", line: int | None = None) -> Launch:
+    """``launch("a:0", (block, start, stop, write))``."""
+    stream, index = name.split(":")
+    where = SourceLine("case.py", line) if line else None
+    return Launch(LaunchId(stream, int(index)), operation, None, where, tuple(map(Access._make, accesses)))
+
+
+def read(name: str, start: int = 0, stop: int = 4, block: int = 0) -> Launch:
+    return launch(name, (block, start, stop, False))
+
+
+def write(name: str, start: int = 0, stop: int = 4, block: int = 0) -> Launch:
+    return launch(name, (block, start, stop, True))
+
+
+def build_trace(draw: Callable[[int, int], int]) -> Trace:
+    """A trace of up to 24 entries, decided by ``draw(low, high)``: both ends included.
+
+    It keeps to no discipline: freed blocks are used, deferrals name any recording, waits name unknown ones.
+    """
+    streams = "abc"[: draw(2, 3)]
+    launches = dict.fromkeys(streams, 0)
+    trace: Trace = []
+    events = 0
+
+    def stream() -> str:
+        return streams[draw(0, len(streams) - 1)]
+
+    def some_events() -> tuple[int, ...]:
+        return tuple(sorted({draw(1, events + 1) for _ in range(draw(0, 2))}))
+
+    for _ in range(draw(2, 24)):
+        kind = draw(0, 19)
+        if kind < 9:
+            name = stream()
+            accesses = []
+            for _ in range(draw(1, 2)):
+                start = draw(0, BLOCK_BYTES)
+                accesses.append(Access(draw(0, 1), start, draw(start, BLOCK_BYTES), bool(draw(0, 1))))
+            trace.append(Launch(LaunchId(name, launches[name]), "op", None, None, tuple(accesses)))
+            launches[name] += 1
+        elif kind < 12:
+            events += 1
+            trace.append(Record(stream(), events))
+        elif kind < 15:
+            trace.append(Wait(stream(), draw(1, events + 1)))
+        elif kind < 16:
+            which = draw(0, 4)
+            if which == 0:
+                trace.append(HostSync(None, None))
+            elif which < 3:
+                trace.append(HostSync(stream(), None))
+            else:
+                trace.append(HostSync(None, draw(1, events + 1)))
+        elif kind < 18:
+            trace.append(Free(draw(0, 1), stream(), some_events(), None))
+        else:
+            trace.append(Allocate(draw(0, 1), BLOCK_BYTES, stream(), some_events()))
+    return trace
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    return build_trace(lambda low, high: draw(st.integers(low, high)))
+
+
+# The definition.
+
+RaceKey = tuple[int, int, int, str, int, int]
+"""Index of the first, of the second, block, kind, start, stop."""
+
+
+class Definition:
+    """What is a race, and which of them are reported, spelt out without any cleverness."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.recorded_at: dict[int, int] = {}
+        self.last_work: list[dict[str, int]] = []
+        """For each entry: the last launch, record or wait of each stream before it."""
+        self.reaches = [[first == second for second in range(len(trace))] for first in range(len(trace))]
+        for first, second in self.edges():
+            self.reaches[first][second] = True
+        for middle in range(len(trace)):
+            for first in range(middle):
+                if self.reaches[first][middle]:
+                    for second in range(middle, len(trace)):
+                        self.reaches[first][second] |= self.reaches[middle][second]
+
+    def edges(self) -> set[tuple[int, int]]:
+        """What is ordered directly, by index; each edge leads forward."""
+        edges: set[tuple[int, int]] = set()
+        work: dict[str, int] = {}
+        host_syncs: list[int] = []
+        for index, entry in enumerate(self.trace):
+            self.last_work.append(dict(work))
+            if isinstance(entry, Allocate):
+                continue
+            edges |= {(sync, index) for sync in host_syncs}
+            if isinstance(entry, HostSync):
+                if entry.stream is None and entry.event is None:
+                    edges |= {(last, index) for last in work.values()}
+                elif entry.event is not None and entry.event in self.recorded_at:
+                    edges.add((self.recorded_at[entry.event], index))
+                elif entry.stream is not None and entry.stream in work:
+                    edges.add((work[entry.stream], index))
+                host_syncs.append(index)
+                continue
+            stream = entry.id.stream if isinstance(entry, Launch) else entry.stream
+            if stream in work:
+                edges.add((work[stream], index))
+            if isinstance(entry, Free):
+                continue  # It is ordered after others, but is no work that others could be ordered after.
+            if isinstance(entry, Wait) and entry.event in self.recorded_at:
+                edges.add((self.recorded_at[entry.event], index))
+            if isinstance(entry, Record):
+                self.recorded_at[entry.event] = index
+            work[stream] = index
+        return edges
+
+    def chained(self, first: int, to: int) -> bool:
+        """Whether an ordered chain leads from an access (or from the last work before a free) to an entry."""
+        entry = self.trace[first]
+        if isinstance(entry, Free):
+            last = self.last_work[first].get(entry.stream)
+            return last is None or self.reaches[last][to]
+        return self.reaches[first][to]
+
+    def ordered(self, first: int, second: int, block: int) -> bool:
+        """Whether two accesses of a block are ordered, by a chain, by a deferral or by the allocator."""
+        if self.chained(first, second):
+            return True
+        entry = self.trace[second]
+        covering = []
+        if isinstance(entry, Free):
+            covering = [(event, second) for event in entry.deferred]
+        for index in range(first + 1, second):
+            between = self.trace[index]
+            if isinstance(between, Allocate) and between.block == block:
+                covering += [(event, index) for event in between.after]
+        return any(
+            event in self.recorded_at
+            and self.recorded_at[event] < before
+            and self.chained(first, self.recorded_at[event])
+            for event, before in covering
+        )
+
+    def size(self, block: int) -> int:
+        """How many bytes of a block the trace knows of."""
+        sizes = [entry.size_bytes for entry in self.trace if isinstance(entry, Allocate) and entry.block == block]
+        accesses = [access for entry in self.trace if isinstance(entry, Launch) for access in entry.accesses]
+        return max([0, *sizes, *(access.stop for access in accesses if access.block == block)])
+
+    def touched(self, index: int, block: int, byte: int) -> tuple[bool, bool]:
+        """Whether an entry reads and whether it writes a byte."""
+        entry = self.trace[index]
+        if isinstance(entry, Free):
+            return False, entry.block == block
+        if not isinstance(entry, Launch):
+            return False, False
+        here = [access for access in entry.accesses if access.block == block and access.start <= byte < access.stop]
+        return any(not access.write for access in here), any(access.write for access in here)
+
+    def is_superseded(self, first: int, second: int, block: int, byte: int) -> bool:
+        """Whether a third access lies between two in the trace, the first is chained to it, and it writes the byte, or
+        reads it while the first only reads it."""
+        first_writes = self.touched(first, block, byte)[1]
+        for third in range(first + 1, second):
+            reads, writes = self.touched(third, block, byte)
+            if (writes or (reads and not first_writes)) and self.chained(first, third):
+                return True
+        return False
+
+    def races(self, *, superseded: bool) -> set[RaceKey]:
+        """Every unordered conflicting pair; with ``superseded`` False, without the bytes of it that are superseded."""
+        found: set[RaceKey] = set()
+        for block in range(2):
+            for second in range(len(self.trace)):
+                for first in range(second):
+                    ranks: dict[int, int] = {}
+                    for byte in range(self.size(block)):
+                        first_reads, first_writes = self.touched(first, block, byte)
+                        second_reads, second_writes = self.touched(second, block, byte)
+                        conflict = (first_writes and second_reads) or (second_writes and (first_reads or first_writes))
+                        if not conflict or self.ordered(first, second, block):
+                            continue
+                        if superseded or not self.is_superseded(first, second, block, byte):
+                            ranks[byte] = 2 if not first_writes else 0 if second_reads else 1
+                    if ranks:
+                        kind = self.kind(first, second, min(ranks.values()))
+                        found.add((first, second, block, kind, min(ranks), max(ranks) + 1))
+        return found
+
+    def kind(self, first: int, second: int, rank: int) -> str:
+        if isinstance(self.trace[second], Free):
+            return "freed while in use"
+        if isinstance(self.trace[first], Free):
+            return ("read after free", "write after free")[rank]
+        return ("read after write", "write after write", "write after read")[rank]
+
+
+def reported(module: Any, trace: Trace) -> list[RaceKey]:
+    position = {id(entry): index for index, entry in enumerate(trace)}
+    return [
+        (position[id(race.first)], position[id(race.second)], race.block, race.kind, race.start, race.stop)
+        for race in module.find_races(trace)
+    ]
+
+
+def disagreement(module: Any, trace: Trace) -> str | None:
+    """What a module's ``find_races`` and the definition differ in, or None.
+
+    They must report the same races, which are all races but for superseded bytes; and superseding must hide no access:
+    an entry that races with anything on a block is reported with something on that block.
+    """
+    definition = Definition(trace)
+    expected = definition.races(superseded=False)
+    found = reported(module, trace)
+    if set(found) != expected or len(found) != len(expected):
+        return f"missing {expected - set(found)}, too many {set(found) - expected} of {found}"
+    if found != sorted(found, key=lambda race: (race[1], race[0], race[2])):
+        return f"out of order: {found}"
+    every = definition.races(superseded=True)
+    if {(second, block) for _, second, block, *_ in every} != {(second, block) for _, second, block, *_ in found}:
+        return "an access that races is not reported"
+    return None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(traces())
+def test_agrees_with_the_definition(trace: Trace) -> None:
+    assert disagreement(happens_before, trace) is None
+
+
+@functools.cache
+def random_traces() -> list[Trace]:
+    generator = random.Random(20)
+    return [build_trace(generator.randint) for _ in range(600)]
+
+
+def test_agrees_with_the_definition_where_planted_bugs_must_not() -> None:
+    assert [disagreement(happens_before, trace) for trace in random_traces()] == [None] * len(random_traces())
+
+
+IS_WORK = "clock[stream] = index\n            if isinstance(entry, Record):"
+DEFERRED = "covered = _latest(recordings, deferred) if deferred else None"
+
+PLANTED_BUGS = {
+    "waits order nothing": ("_join(clock, recordings[event])", "pass"),
+    "a wait binds to the latest work": ("recordings[event] = clock.copy()", "recordings[event] = clock"),
+    "a wait is not work": (IS_WORK, f"if isinstance(entry, Record): {IS_WORK}"),
+    "a record is not work": (IS_WORK, f"if isinstance(entry, Wait): {IS_WORK}"),
+    "host syncs order nothing": ("_join(host, known)", "pass"),
+    "a full host sync orders nothing": ("blocks.clear()", "pass"),
+    "host syncs do not reach new streams": ("host.copy()", "{}"),
+    "host syncs do not reach old streams": ("_join(clock, host)", "pass"),
+    "a stream is not ordered after itself": (">= time", "> time"),
+    "one byte too many": ("bisect_left(bounds, stop, low)", "bisect_left(bounds, stop + 1, low)"),
+    "one byte too few": ("low = bisect_left(bounds, start)", "low = bisect_left(bounds, start + 1)"),
+    "the first part of a cell forgets": ("cells[low - 1] if low else []", "[]"),
+    "the last part of a cell forgets": ("cells.insert(high, cells[high - 1])", "cells.insert(high, [])"),
+    "reads do not conflict with writes": ("(write or wrote)", "(write and wrote)"),
+    "reads conflict with reads": ("(write or wrote) and", ""),
+    "a later read hides a write": ("if wrote and not write:", "if False:"),
+    "a later read hides no read": ("if wrote and not write:", "if not write:"),
+    "nothing is ever left out": ("if wrote and not write:", "if True:"),
+    "cells merge with what differs": ("at == low or cells[at] != cells[at - 1]", "at == low"),
+    "frees are ignored": ("_visit(blocks, block, 0, sizes[block], free, clock, covered, conflicts)", "pass"),
+    "nothing of the owner is pending at a free": ("free = (clock.get(stream, -1),", "free = (-1,"),
+    "a free is work of the owner": ("free = (clock.get(stream, -1),", "free = (index,"),
+    "record_stream is ignored": (DEFERRED, "covered = None"),
+    "record_stream makes the owner wait": (DEFERRED, f"_join(clock, _latest(recordings, deferred)); {DEFERRED}"),
+    "the allocator orders nothing": ("if entry.after and", "if False and"),
+    "the allocator forgets everything": ("seen.get(visit[1], -1) < visit[0]", "False"),
+    "kinds are mixed up": ("rank = 2 if not wrote else 1 if write else 0", "rank = 2 if not wrote else 0"),
+    "the worst kind is forgotten": ("min(rank, old_rank)", "rank"),
+    "bytes are forgotten": ("min(begin, old_begin)", "begin"),
+    "sorted by the first": ("sorted(conflicts.items())", "sorted(conflicts.items(), key=lambda item: item[0][1])"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_BUGS)
+def test_planted_bug_is_noticed(bug: str) -> None:
+    """The comparison with the definition is no use if it does not see an oracle that is wrong."""
+    copy = planted(happens_before, *PLANTED_BUGS[bug])
+    assert any(disagreement(copy, trace) for trace in random_traces())
+
+
+# Tables.
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        (read, read, None),
+        (write, read, "read after write"),
+        (read, write, "write after read"),
+        (write, write, "write after write"),
+    ],
+)
+def test_what_conflicts(first: Callable[..., Launch], second: Callable[..., Launch], kind: str | None) -> None:
+    races = find_races([first("a:0"), second("b:0")])
+    assert [race.kind for race in races] == ([kind] if kind else [])
+    assert find_races([first("a:0"), second("a:1")]) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overlap"),
+    [
+        ((0, 4), (4, 8), None),
+        ((4, 8), (0, 4), None),
+        ((0, 4), (3, 8), (3, 4)),
+        ((3, 8), (0, 4), (3, 4)),
+        ((0, 8), (2, 4), (2, 4)),
+        ((2, 4), (0, 8), (2, 4)),
+        ((0, 0), (0, 8), None),
+        ((0, 8), (8, 8), None),
+    ],
+)
+def test_bytes_that_overlap(first: tuple[int, int], second: tuple[int, int], overlap: tuple[int, int] | None) -> None:
+    races = find_races([write("a:0", *first), read("b:0", *second)])
+    assert [(race.start, race.stop) for race in races] == ([overlap] if overlap else [])
+
+
+def test_other_blocks_do_not_conflict() -> None:
+    assert find_races([write("a:0", block=0), write("b:0", block=1)]) == []
+
+
+def test_in_place_operation_is_one_race() -> None:
+    fill, add = write("a:0"), launch("b:0", (0, 0, 4, False), (0, 0, 4, True))
+    assert [race.kind for race in find_races([fill, add])] == ["read after write"]
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "races"),
+    [
+        ("nothing", [], 1),
+        ("record without wait", [Record("a", 1)], 1),
+        ("wait", [Record("a", 1), Wait("b", 1)], 0),
+        ("wait on the wrong stream", [Record("a", 1), Wait("c", 1)], 1),
+        ("wait through a third stream", [Record("a", 1), Wait("c", 1), Record("c", 2), Wait("b", 2)], 0),
+        ("wait for a recording made before", [Wait("b", 0)], 1),
+        ("stream sync", [HostSync("a", None)], 0),
+        ("sync of the other stream", [HostSync("b", None)], 1),
+        ("event sync", [Record("a", 1), HostSync(None, 1)], 0),
+        ("sync of everything", [HostSync(None, None)], 0),
+    ],
+)
+def test_what_orders(name: str, between: Trace, races: int) -> None:
+    new_stream: Trace = [Record("a", 0), write("a:0"), *between, read("b:0")]
+    known_stream: Trace = [read("b:0", block=9), Record("a", 0), write("a:0"), *between, read("b:1")]
+    assert [len(find_races(trace)) for trace in (new_stream, known_stream)] == [races, races]
+
+
+def test_wait_binds_to_its_recording_and_not_to_later_work() -> None:
+    trace: Trace = [write("a:0"), Record("a", 1), write("a:1"), Record("a", 2), Wait("b", 1), read("b:0")]
+    assert [(race.first, race.second) for race in find_races(trace)] == [(trace[2], trace[5])]
+
+
+MAKE_AND_USE: Trace = [Allocate(0, 4, "a", ()), write("a:0"), Record("a", 1), Wait("b", 1), read("b:0")]
+REUSE: Trace = [Allocate(0, 4, "a", ()), write("a:1")]
+
+
+def test_missing_record_stream_is_named() -> None:
+    races = find_races([*MAKE_AND_USE, Free(0, "a", (), SourceLine("case.py", 9)), *REUSE])
+    assert [race.kind for race in races] == ["freed while in use", "write after read"]
+    freed, reused = races
+    assert (freed.reused, reused.reused) == (False, True)
+    assert freed.missing_wait == (
+        "block 0 is freed while b:0 (op) on stream 'b' may still use it: record_stream of 'b' on the tensor is missing"
+        ", or stream 'a' must wait for stream 'b' after b:0 (op) and before the free of block 0 (case.py:9)."
+    )
+    assert reused.missing_wait == (
+        "block 0 was freed and handed out again while b:0 (op) on stream 'b' may still use it: record_stream of 'b' on "
+        "the tensor is missing, or stream 'a' must wait for stream 'b' after b:0 (op) and before a:1 (op)."
+    )
+    assert freed.second_stream == "a" and freed.first_stream == "b"
+
+
+def test_record_stream_orders_the_reuse_only_if_the_allocator_waited() -> None:
+    deferred: Trace = [*MAKE_AND_USE, Record("b", 2), Free(0, "a", (2,), None)]
+    assert find_races([*deferred, Allocate(0, 4, "a", (2,)), write("a:1")]) == []
+    assert [race.kind for race in find_races([*deferred, *REUSE])] == ["write after read"]
+
+
+def test_owner_that_waits_may_free() -> None:
+    trace: Trace = [*MAKE_AND_USE, Record("b", 2), Wait("a", 2), Free(0, "a", (), None), *REUSE]
+    assert find_races(trace) == []
+
+
+def test_reuse_orders_no_other_memory() -> None:
+    """That the allocator saw a recording complete is luck; another block must not rely on it."""
+    used_too = launch("b:0", (0, 0, 4, False), (1, 0, 4, True))
+    trace = [*MAKE_AND_USE[:-1], used_too, Record("b", 2), Free(0, "a", (2,), None), Allocate(0, 4, "a", (2,))]
+    assert [(race.kind, race.block) for race in find_races([*trace, write("a:1"), read("a:2", block=1)])] == [
+        ("read after write", 1)
+    ]
+
+
+def test_use_on_another_stream_must_wait_for_what_the_owner_did_before() -> None:
+    trace: Trace = [
+        Allocate(0, 4, "a", ()),
+        write("a:0"),
+        Free(0, "a", (), None),
+        Allocate(0, 4, "a", ()),
+        write("b:0"),
+    ]
+    (race,) = find_races(trace)
+    assert race.kind == "write after free" and race.hold == LaunchId("a", 0)
+    assert find_races([*trace[:2], HostSync("a", None), *trace[2:]]) == []
+
+
+def test_report_names_launches_streams_lines_and_the_wait() -> None:
+    fill = launch("fill:0", (3, 0, 4, True), operation="aten::fill_.Scalar", line=7)
+    mul = launch("ambient:2", (3, 2, 4, False), operation="aten::mul.Tensor", line=9)._replace(node="MulBackward0")
+    (race,) = find_races([fill, mul])
+    assert race.missing_wait == (
+        "stream 'ambient' must wait for stream 'fill' after fill:0 (aten::fill_.Scalar, case.py:7) and before "
+        "ambient:2 (aten::mul.Tensor in MulBackward0, case.py:9)."
+    )
+    assert str(race).startswith("read after write, bytes 2 to 4 of block 3, nothing orders fill:0 (")
+    assert (race.first_stream, race.second_stream, race.hold) == ("fill", "ambient", fill.id)
+
+
+# Cost.
+
+
+def typical_trace() -> Trace:
+    """Two streams in turn, each waiting for the other: about 40 entries, 12 launches."""
+    trace: Trace = []
+    for step in range(6):
+        for mine, other in (("a", "b"), ("b", "a")):
+            event = len(trace)
+            accesses = ((step, 0, 64, False), (step + 1, 0, 64, False), (step + 2, 0, 64, True))
+            trace += [launch(f"{mine}:{step}", *accesses), Record(mine, event), Wait(other, event)]
+    return [*trace, *(Free(block, "a", (), None) for block in range(4)), HostSync("a", None)]
+
+
+def seconds(run: Callable[[], object], repeat: int) -> float:
+    """The shortest CPU time of several runs, so that a busy machine does not count."""
+    best = float("inf")
+    for _ in range(repeat):
+        begin = time.thread_time()
+        run()
+        best = min(best, time.thread_time() - begin)
+    return best
+
+
+def test_cost_of_a_typical_trace() -> None:
+    trace = typical_trace()
+    assert len(trace) == 41 and find_races(trace) == []
+    assert seconds(lambda: find_races(trace), 50) < 150e-6
+
+
+def iterations(count: int) -> Trace:
+    """Slices of a flat buffer written on one stream, the whole of it reduced on another, its slices read again."""
+    trace: Trace = []
+    event = 0
+    index = {"a": 0, "b": 0}
+
+    def add(stream: str, start: int, stop: int, is_write: bool) -> None:
+        trace.append(launch(f"{stream}:{index[stream]}", (0, start, stop, is_write)))
+        index[stream] += 1
+
+    for _ in range(count):
+        for part in range(20):
+            add("a", part, part + 1, True)
+        trace.extend([Record("a", event), Wait("b", event)])
+        add("b", 0, 20, True)
+        trace.extend([Record("b", event + 1), Wait("a", event + 1)])
+        for part in range(20):
+            add("a", part, part + 1, False)
+        event += 2
+    return trace
+
+
+def many_slices(count: int) -> Trace:
+    """Each launch writes its own slice of one flat buffer, by turns on two streams."""
+    return [write(f"{'ab'[part % 2]}:{part // 2}", part, part + 1) for part in range(count)]
+
+
+def sliced_once(count: int) -> Trace:
+    """A flat buffer filled slice by slice, and then used as a whole."""
+    slices: Trace = [write(f"a:{part}", part, part + 1) for part in range(count)]
+    return [*slices, Record("a", 0), Wait("b", 0), *(write(f"b:{step}", 0, count) for step in range(count))]
+
+
+@pytest.mark.parametrize(("make", "base"), [(iterations, 60), (many_slices, 2500), (sliced_once, 1250)])
+def test_cost_of_a_long_trace_is_not_quadratic(make: Callable[[int], Trace], base: int) -> None:
+    short, long = make(base), make(4 * base)
+    assert find_races(long) == []
+    assert len(long) > 9_999
+    ratio = seconds(lambda: find_races(long), 3) / seconds(lambda: find_races(short), 3)
+    assert ratio < 10, f"4 times the trace took {ratio:.1f} times as long"
