@@ -1,0 +1,74 @@
+"""The tap: observes and holds the launches of a real accelerator, with no GPU code of its own and no rebuilt PyTorch.
+
+Two observers in one native extension (the C++ files beside this one):
+
+- A decorator around the registered device guard of the device type. The autograd engine, ``torch.Stream``,
+  ``torch.Event`` and ``torch.accelerator`` go through that guard, so every event record, wait and host
+  synchronization they issue is seen. ``torch.cuda.Event``, ``torch.cuda.synchronize`` and libraries go around it and
+  stay invisible, and so does a ``torch.Event`` that was made before the tap was installed.
+- A global ``RecordFunction`` callback that sees every dispatched operation, in the engine's threads too. An operation
+  is a launch when a kernel is registered for it under the device's own dispatch key and its schema is neither that of
+  a view nor of a query; composite operations are seen through. Kernels that are launched without the dispatcher
+  (Triton, NCCL) are not seen.
+
+A hold is a spin kernel enqueued on the current stream right before the launch, and an event behind it: while the
+event is pending, so is the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.backends import extension
+from harness.errors import InfrastructureError
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+
+_installed: tuple[str, Any] | None = None
+
+
+def install(device_type: str, announce: Callable[[str], None] | None = None) -> Any:
+    """Install the tap on a device type, building it first if the cache has no build of it.
+
+    Args:
+        device_type: ``cuda`` (ROCm too), ``xpu``, ``sim``.
+        announce: receives progress sentences while it builds.
+
+    Returns:
+        The native instrument (``harness.observe.instrument.Native``), with ``set_hold_cycles(cycles)``,
+        ``can_sleep()``, ``set_sleep_fallback(callable)`` and ``ignore_this_thread(on)``.
+
+    Raises:
+        UsageError: the extension cannot be built.
+        InfrastructureError: the tap sits on another device type already, or PyTorch knows no such device.
+    """
+    global _installed
+    if _installed is not None:
+        if _installed[0] != device_type:
+            raise InfrastructureError(
+                f"The tap is installed on {_installed[0]} and cannot observe {device_type} too: one backend a process."
+            )
+        return _installed[1]
+    native = extension.load("sidestream_tap", _SOURCES, announce, title="tap")
+    try:
+        native.install(device_type)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise InfrastructureError(f"The tap cannot be installed on {device_type}: {reason}.") from error
+    if device_type == "cuda" and not native.can_sleep():
+        import torch
+
+        # Not exported by this build of torch: the same kernel by way of Python, which costs the GIL at each hold.
+        native.set_sleep_fallback(torch.cuda._sleep)
+    _installed = (device_type, native)
+    return native
+
+
+def remove() -> None:
+    """Restore the device guard and end the observation; nothing happens where no tap is installed."""
+    global _installed
+    if _installed is not None:
+        _installed[1].remove()
+        _installed = None

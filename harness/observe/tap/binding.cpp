@@ -1,0 +1,182 @@
+// The Python side of the tap: the functions that every native instrument of Sidestream offers, and the tap's own.
+#include "as_torch_was_built.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+#include "guard_tap.h"
+#include "launch_observer.h"
+#include "operations.h"
+#include "repetition.h"
+#include "thread_state.h"
+
+namespace py = pybind11;
+namespace sidestream {
+namespace {
+
+bool is_installed = false;
+
+void install_tap(const std::string& device_type) {
+  if (is_installed) {
+    throw std::runtime_error("a tap is installed already");
+  }
+  const auto type = c10::Device(device_type).type();
+  install_guard_tap(type);
+  if (type == c10::DeviceType::CUDA || type == c10::DeviceType::HIP) {
+    find_sleep_kernel();
+  }
+  install_launch_observer(type);
+  is_installed = true;
+}
+
+void require_installed() {
+  if (!is_installed) {
+    throw std::runtime_error("no tap is installed");
+  }
+}
+
+void remove_tap() {
+  if (!is_installed) {
+    return;
+  }
+  remove_launch_observer();
+  destroy_hold_events();
+  remove_guard_tap();
+  set_sleep_fallback(nullptr);
+  is_installed = false;
+}
+
+void begin_repetition(
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& holds,
+    bool serial,
+    bool lines) {
+  require_installed();
+  if (!holds.empty() && !can_sleep()) {
+    throw std::runtime_error("nothing holds a stream of this device: it has no sleep kernel");
+  }
+  std::vector<std::pair<StreamKey, int64_t>> plan;
+  for (const auto& [device, stream, index] : holds) {
+    plan.emplace_back(StreamKey{static_cast<c10::DeviceIndex>(device), stream}, index);
+  }
+  reuse_hold_events();
+  repetition().begin(plan, serial, lines);
+}
+
+py::object text(const std::string* value) {
+  return value == nullptr ? py::object(py::none()) : py::object(py::str(*value));
+}
+
+py::object file_of(const SourceLine& line) {
+  return line.known() ? py::object(py::str(file_name(line.file))) : py::object(py::none());
+}
+
+py::tuple as_tuple(const Entry& entry) {
+  const int device = entry.on.device;
+  switch (entry.kind) {
+    case EntryKind::Launch:
+      return py::make_tuple(
+          "launch", device, entry.on.stream, entry.number, text(entry.operation), text(entry.node),
+          file_of(entry.line), entry.line.line, py::tuple());
+    case EntryKind::Record:
+      return py::make_tuple("record", device, entry.on.stream, entry.number);
+    case EntryKind::Wait:
+      return py::make_tuple("wait", device, entry.on.stream, entry.number);
+    case EntryKind::SyncStream:
+      return py::make_tuple("sync_stream", device, entry.on.stream);
+    case EntryKind::SyncEvent:
+      return py::make_tuple("sync_event", entry.number);
+    case EntryKind::SyncDevice:
+      return py::make_tuple("sync_device", device);
+  }
+  throw std::logic_error("unknown kind of trace entry");
+}
+
+// Whether the operation of that name (aten::add.Tensor) counts as a launch for strided tensors of a device type.
+bool is_launch(const std::string& operation, const std::string& device_type) {
+  const auto decided = decide_operation(operation, c10::Device(device_type).type());
+  if (!decided.has_value()) {
+    throw std::invalid_argument("there is no operation " + operation);
+  }
+  return decided->launches;
+}
+
+const char* state_name(HoldState state) {
+  switch (state) {
+    case HoldState::Missing:
+      return "missing";
+    case HoldState::Pending:
+      return "pending";
+    case HoldState::Forced:
+      return "forced";
+    case HoldState::Undecided: // never after the end of a repetition
+    case HoldState::Ran:
+      return "ran";
+  }
+  throw std::logic_error("unknown state of a hold");
+}
+
+py::tuple finish_repetition() {
+  require_installed();
+  if (!repetition().running()) {
+    throw std::runtime_error("no repetition is running");
+  }
+  {
+    const py::gil_scoped_release without_gil;
+    repetition().finish();
+  }
+  py::list entries;
+  for (const auto& entry : repetition().entries()) {
+    entries.append(as_tuple(entry));
+  }
+  py::list outcomes;
+  for (const auto& outcome : repetition().outcomes()) {
+    outcomes.append(py::make_tuple(state_name(outcome.state), file_of(outcome.line), outcome.line.line));
+  }
+  return py::make_tuple(entries, outcomes);
+}
+
+// Keeps a Python callable for C++ threads: called and destroyed with the GIL.
+std::function<void(int64_t)> without_gil(py::function callable) {
+  const std::shared_ptr<py::function> shared(new py::function(std::move(callable)), [](py::function* held) {
+    const py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [shared](int64_t cycles) {
+    const py::gil_scoped_acquire gil;
+    (*shared)(cycles);
+  };
+}
+
+} // namespace
+} // namespace sidestream
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace sidestream;
+  module.doc() = "Observes and holds the launches of a real accelerator.";
+  module.def("install", &install_tap, py::arg("device_type"));
+  module.def("remove", &remove_tap);
+  module.def("begin_repetition", &begin_repetition, py::arg("holds"), py::arg("serial"), py::arg("lines"));
+  module.def("set_preparing", [](bool on) { repetition().set_preparing(on); }, py::arg("on"));
+  module.def("finish_repetition", &finish_repetition);
+  module.def(
+      "set_ignored_prefixes",
+      [](std::vector<std::string> prefixes) { set_ignored_prefixes(std::move(prefixes)); },
+      py::arg("prefixes"));
+  module.def("set_hold_cycles", &set_hold_cycles, py::arg("cycles"));
+  module.def("can_sleep", &can_sleep);
+  module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(without_gil(std::move(callable))); });
+  module.def("is_launch", &is_launch, py::arg("operation"), py::arg("device_type"));
+  module.def("ignore_this_thread", [](bool on) { this_thread().ignored = on; }, py::arg("on"));
+}

@@ -1,0 +1,30 @@
+// The device under test as it was registered with PyTorch, below the tap; and what holds a stream of it.
+#pragma once
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace sidestream {
+
+// The guard that the tap decorates; null when no tap is installed.
+const c10::impl::DeviceGuardImplInterface* device_guard();
+void set_device_guard(const c10::impl::DeviceGuardImplInterface* guard);
+
+// How a stream is kept busy for a number of cycles: PyTorch's own spin kernel where its library exports it, else
+// `fallback`, which is called with the number of cycles while the device and the stream are current, without the GIL.
+bool find_sleep_kernel();
+void set_sleep_fallback(std::function<void(int64_t)> fallback);
+bool can_sleep();
+void set_hold_cycles(int64_t cycles);
+
+// Enqueues the hold at `position` of its plan on the current stream of the stream's device, which must be that
+// stream; returns an event that is recorded behind it. The event belongs to a pool and is used again in the next
+// repetition.
+void* enqueue_hold(size_t position, const c10::Stream& stream);
+void reuse_hold_events();
+void destroy_hold_events();
+
+} // namespace sidestream

@@ -1,0 +1,295 @@
+#include "as_torch_was_built.h"
+
+#include "launch_observer.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "device.h"
+#include "operations.h"
+#include "thread_state.h"
+
+namespace sidestream {
+namespace {
+
+std::atomic<c10::DeviceType> device_type{c10::DeviceType::CPU};
+at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+
+using Arguments = c10::ArrayRef<c10::IValue>;
+
+// The tensors of an operation that live on the device under test.
+struct DeviceTensors {
+  c10::DeviceIndex first = -1; // device of the first one
+  bool strided = true; // that one
+  bool wrapped = false; // some tensor is a Python subclass: the operations on what it wraps are seen on their own
+};
+
+void look_at(const at::Tensor& tensor, DeviceTensors& found) {
+  if (!tensor.defined() || tensor.device().type() != device_type.load(std::memory_order_relaxed)) {
+    return;
+  }
+  found.wrapped = found.wrapped || tensor.key_set().has(c10::DispatchKey::Python);
+  repetition().mark_used(tensor.device().index());
+  if (found.first < 0) {
+    found.first = tensor.device().index();
+    found.strided = tensor.layout() == c10::kStrided && !tensor.is_quantized() && !tensor.is_nested();
+  }
+}
+
+DeviceTensors tensors_in(Arguments arguments) {
+  DeviceTensors found;
+  c10::DeviceIndex named = -1;
+  for (const auto& argument : arguments) {
+    if (argument.isTensor()) {
+      look_at(argument.toTensor(), found);
+    } else if (argument.isList()) {
+      for (const auto& element : argument.toListRef()) {
+        if (!element.isTensor()) {
+          break;
+        }
+        look_at(element.toTensor(), found);
+      }
+    } else if (argument.isDevice() && argument.toDevice().type() == device_type.load(std::memory_order_relaxed)) {
+      named = argument.toDevice().index();
+    }
+  }
+  if (found.first < 0 && named >= 0) {
+    found.first = named; // a factory that writes its result right away, such as tril_indices
+    repetition().mark_used(named);
+  }
+  return found;
+}
+
+const at::Tensor* tensor_at(Arguments arguments, int position) {
+  if (position < 0 || static_cast<size_t>(position) >= arguments.size() || !arguments[position].isTensor()) {
+    return nullptr;
+  }
+  const auto& tensor = arguments[position].toTensor();
+  return tensor.defined() ? &tensor : nullptr;
+}
+
+bool on_device(const at::Tensor& tensor) {
+  return tensor.device().type() == device_type.load(std::memory_order_relaxed);
+}
+
+struct Copy {
+  c10::DeviceIndex device = -1; // whose current stream carries it out
+  std::optional<c10::DeviceIndex> peer; // the other device of a copy between two
+  bool host_waits = false;
+};
+
+// What a copy does (aten/src/ATen/native/cuda/Copy.cu): between devices it runs on the source's current stream, after
+// what is on the destination's, which then waits for it; with the host it runs on the device's current stream, and
+// the host waits unless the copy is non_blocking. Into pageable memory it waits even then: cudaMemcpyAsync returns
+// once such a copy is complete.
+Copy look_at_copy(const Operation& operation, Arguments arguments) {
+  const auto* const source = tensor_at(arguments, operation.copy_source);
+  const auto* const destination = tensor_at(arguments, operation.copy_destination);
+  Copy copy;
+  if (source == nullptr || destination == nullptr) {
+    return copy;
+  }
+  if (on_device(*source)) {
+    copy.device = source->device().index();
+  } else if (on_device(*destination)) {
+    copy.device = destination->device().index();
+  } else {
+    return copy;
+  }
+  if (on_device(*source) && on_device(*destination)) {
+    if (source->device() != destination->device()) {
+      copy.peer = destination->device().index();
+    }
+    return copy;
+  }
+  if (!(on_device(*source) ? destination : source)->is_cpu()) {
+    return copy;
+  }
+  const auto position = static_cast<size_t>(operation.copy_non_blocking);
+  const bool non_blocking = operation.copy_non_blocking >= 0 && position < arguments.size() &&
+      arguments[position].isBool() && arguments[position].toBool();
+  copy.host_waits = !non_blocking;
+  if (non_blocking && destination->is_cpu() && destination->has_storage() && destination->numel() > 0) {
+    copy.host_waits = !at::globalContext()
+                           .getAcceleratorHooksInterface(device_type.load(std::memory_order_relaxed))
+                           .isPinnedPtr(destination->storage().data());
+  }
+  return copy;
+}
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+  return device_guard()->getStream(c10::Device(device_type.load(std::memory_order_relaxed), device));
+}
+
+// What has to be undone when the operation ends.
+class Running final : public at::ObserverContext {
+ public:
+  Running() = default;
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  ~Running() override {
+    end();
+  }
+
+  // From now on, what this thread launches is part of this operation.
+  void stand_for_nested() {
+    stands_for_nested_ = true;
+    ++this_thread().counted_depth;
+  }
+
+  void wait_for(StreamKey stream, bool traced) {
+    sync_.emplace(HostSync::of_stream(stream, traced));
+    sync_->begin();
+  }
+
+  void end() {
+    if (stands_for_nested_) {
+      stands_for_nested_ = false;
+      --this_thread().counted_depth;
+    }
+    if (sync_.has_value()) {
+      sync_->end();
+      sync_.reset();
+    }
+  }
+
+ private:
+  bool stands_for_nested_ = false;
+  std::optional<HostSync> sync_;
+};
+
+void remember_forward_line(const at::RecordFunction& range) {
+  const auto node = torch::autograd::get_current_node();
+  const auto line = node == nullptr ? current_line() : line_in_backward(node->thread_id(), node->sequence_nr());
+  if (line.known()) {
+    note_forward_line(at::RecordFunction::currentThreadId(), static_cast<uint64_t>(range.seqNr()), line);
+  }
+}
+
+std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& range) {
+  const auto* const operation = operation_of(range, device_type.load(std::memory_order_relaxed));
+  auto& thread = this_thread();
+  if (repetition().lines() && range.seqNr() >= 0 && thread.counted_depth == 0) {
+    // Also for ranges that are no operation: the forward of a custom Function is one.
+    remember_forward_line(range);
+  }
+  if (operation == nullptr || !(operation->launches || operation->launches_other_layouts)) {
+    return nullptr;
+  }
+  auto arguments = range.inputs();
+  if (arguments.size() > operation->argument_count) {
+    arguments = arguments.slice(arguments.size() - operation->argument_count); // the caller's stack may hold more
+  }
+  const auto tensors = tensors_in(arguments);
+  const bool launches = tensors.strided ? operation->launches : operation->launches_other_layouts;
+  if (tensors.first < 0 || tensors.wrapped || !launches) {
+    return nullptr;
+  }
+  Copy copy;
+  auto device = tensors.first;
+  bool host_waits = operation->waits;
+  if (operation->is_copy()) {
+    copy = look_at_copy(*operation, arguments);
+    if (copy.device < 0) {
+      return nullptr;
+    }
+    device = copy.device;
+    host_waits = copy.host_waits;
+  }
+  if (repetition().serial()) {
+    repetition().synchronize_used_devices();
+  }
+  const bool traced = !repetition().preparing();
+  const bool counted = traced && thread.counted_depth == 0;
+  if (!counted && !host_waits) {
+    return nullptr;
+  }
+  const auto stream = current_stream(device);
+  const auto key = key_of(stream);
+  std::optional<StreamKey> peer;
+  if (copy.peer.has_value()) {
+    peer = key_of(current_stream(*copy.peer));
+  }
+  if (counted) {
+    const std::string* node_name = nullptr;
+    SourceLine line;
+    if (const auto node = torch::autograd::get_current_node()) {
+      node_name = interned(node->name());
+      if (repetition().lines()) {
+        line = line_in_backward(node->thread_id(), node->sequence_nr());
+      }
+    } else if (repetition().lines()) {
+      line = current_line();
+    }
+    if (peer.has_value()) {
+      repetition().order_streams(*peer, key);
+    }
+    const auto ticket = repetition().launch(key, operation->name, node_name, line);
+    if (ticket.hold >= 0) {
+      const auto hold = static_cast<size_t>(ticket.hold);
+      repetition().launch_held(hold, enqueue_hold(hold, stream));
+    }
+    if (peer.has_value()) {
+      repetition().order_streams(key, *peer);
+    }
+  }
+  auto running = std::make_unique<Running>();
+  if (counted && operation->stands_for_nested) {
+    running->stand_for_nested();
+  }
+  if (host_waits) {
+    running->wait_for(key, traced);
+  }
+  return running;
+}
+
+std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& range) {
+  if (!observed()) {
+    return nullptr;
+  }
+  // The dispatcher would swallow an exception with a warning.
+  const auto failed = [&range](const char* what) {
+    repetition().note_error(std::string("observing ") + range.name() + " failed: " + what);
+  };
+  try {
+    return observe_start(range);
+  } catch (const c10::Error& error) {
+    failed(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    failed(error.what());
+  }
+  return nullptr;
+}
+
+void on_end(const at::RecordFunction&, at::ObserverContext* context) {
+  if (context != nullptr) {
+    static_cast<Running*>(context)->end();
+  }
+}
+
+} // namespace
+
+void install_launch_observer(c10::DeviceType type) {
+  device_type = type;
+  callback = at::addGlobalCallback(at::RecordFunctionCallback(on_start, on_end)
+                                       .scopes({at::RecordScope::FUNCTION})
+                                       .needsInputs(true));
+}
+
+void remove_launch_observer() {
+  if (callback != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(callback);
+    callback = at::INVALID_CALLBACK_HANDLE;
+  }
+}
+
+} // namespace sidestream

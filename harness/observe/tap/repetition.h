@@ -1,0 +1,198 @@
+// What is known of the repetition that is running: its trace so far, the launches counted on each stream, and its
+// holds.
+//
+// Locking: the mutex guards bookkeeping alone. It is never held while taking the GIL or calling into the device,
+// since a thread that holds the GIL, or one inside the driver, may be waiting for the thread that waits here.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "source_lines.h"
+
+namespace sidestream {
+
+struct StreamKey {
+  c10::DeviceIndex device;
+  c10::StreamId stream;
+  bool operator==(const StreamKey& other) const {
+    return device == other.device && stream == other.stream;
+  }
+};
+
+struct StreamKeyHash {
+  size_t operator()(const StreamKey& key) const {
+    return std::hash<int64_t>()(key.stream * 64 + key.device);
+  }
+};
+
+inline StreamKey key_of(const c10::Stream& stream) {
+  return {stream.device_index(), stream.id()};
+}
+
+enum class EntryKind : uint8_t { Launch, Record, Wait, SyncStream, SyncEvent, SyncDevice };
+
+struct Entry {
+  EntryKind kind;
+  StreamKey on{};
+  int64_t number = 0; // of the launch on its stream, or of the recording
+  const std::string* operation = nullptr;
+  const std::string* node = nullptr;
+  SourceLine line{};
+};
+
+enum class HoldState : uint8_t { Missing, Undecided, Pending, Forced, Ran };
+
+struct HoldOutcome {
+  HoldState state;
+  SourceLine line{};
+};
+
+// A set of holds, by their position in the plan.
+class HoldSet {
+ public:
+  void add(size_t position);
+  void add(const HoldSet& other);
+  bool has(size_t position) const;
+  bool empty() const {
+    return words_.empty();
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+// What a launch has to do before it is enqueued.
+struct LaunchTicket {
+  int64_t index = -1;
+  int64_t hold = -1; // position in the plan, or -1
+};
+
+// A wait of the host: decides, before the host waits, whether each hold that it reaches is still pending.
+class HostSync;
+
+class Repetition {
+ public:
+  void begin(const std::vector<std::pair<StreamKey, int64_t>>& holds, bool serial, bool lines);
+  // Decides the holds, stops tracing, synchronizes every device that was used, forgets nothing until the next begin.
+  void finish();
+
+  bool running() const {
+    return running_.load(std::memory_order_acquire);
+  }
+  bool preparing() const {
+    return preparing_.load(std::memory_order_relaxed) > 0;
+  }
+  bool serial() const {
+    return serial_.load(std::memory_order_relaxed);
+  }
+  bool lines() const {
+    return lines_.load(std::memory_order_relaxed);
+  }
+  void set_preparing(bool on);
+
+  LaunchTicket launch(StreamKey on, const std::string* operation, const std::string* node, SourceLine line);
+  void launch_held(size_t hold, void* event);
+  // `to` continues after everything enqueued on `from`, by a wait that PyTorch's copy between devices issues below
+  // the guard.
+  void order_streams(StreamKey from, StreamKey to);
+
+  void recorded(void* event, StreamKey on, bool traced);
+  void waited(void* event, StreamKey on, bool traced);
+  // By a thread that is not observed: what the event was before, at this address, is over.
+  void recorded_unseen(void* event);
+
+  void mark_used(c10::DeviceIndex device);
+  void synchronize_used_devices();
+  // Those that launches, recordings and waits of this repetition went to. Not the whole device, which would wait for
+  // the load as well.
+  void synchronize_used_streams();
+
+  // The first error that an observer had to swallow; finish() raises it.
+  void note_error(const std::string& sentence);
+
+  const std::vector<Entry>& entries() const {
+    return entries_;
+  }
+  std::vector<HoldOutcome> outcomes() const;
+
+ private:
+  friend class HostSync;
+
+  struct Stream {
+    int64_t launches = 0;
+    HoldSet reached; // the holds that its next launch would run after
+  };
+  struct Recording {
+    int64_t number; // 0: made while preparing, not in the trace
+    HoldSet reached;
+  };
+  struct Hold {
+    StreamKey on;
+    int64_t index;
+    HoldState state = HoldState::Missing;
+    void* event = nullptr; // null until the hold has been enqueued
+    bool seen_pending = false; // by a query of the body
+    SourceLine line{};
+  };
+
+  // Whether each hold in `positions` is pending, asked of the device without the mutex.
+  std::vector<bool> ask_pending(const std::vector<size_t>& positions);
+
+  std::atomic<bool> running_{false};
+  std::atomic<int> preparing_{0};
+  std::atomic<bool> serial_{false};
+  std::atomic<bool> lines_{false};
+  std::atomic<uint64_t> used_devices_{0};
+  std::atomic<size_t> undecided_{0};
+
+  mutable std::mutex mutex_;
+  std::vector<Entry> entries_;
+  std::unordered_map<StreamKey, Stream, StreamKeyHash> streams_;
+  std::unordered_map<void*, Recording> recordings_;
+  std::vector<Hold> holds_;
+  int64_t recordings_made_ = 0;
+  std::string error_;
+};
+
+Repetition& repetition();
+
+class HostSync {
+ public:
+  static HostSync of_stream(StreamKey stream, bool traced);
+  static HostSync of_event(void* event, bool traced);
+  static HostSync of_device(c10::DeviceIndex device, bool traced);
+
+  // Before the host waits.
+  void begin();
+  // After it has waited.
+  void end();
+  // Instead of both: the host asked, without waiting, whether the work was complete.
+  void asked(bool complete);
+
+ private:
+  HostSync(EntryKind kind, StreamKey on, bool traced) : kind_(kind), on_(on), traced_(traced) {}
+
+  EntryKind kind_;
+  StreamKey on_;
+  bool traced_;
+  void* event_ = nullptr;
+  bool skip_ = false;
+  std::vector<size_t> outlived_; // holds that the host does not wait for but that were pending when it began to
+  SourceLine line_;
+
+  void append_entry();
+  // The holds whose state is still open: those that this wait reaches, and the others. Takes the mutex.
+  void open_holds(std::vector<size_t>& reached, std::vector<size_t>& others);
+};
+
+} // namespace sidestream

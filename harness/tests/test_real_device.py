@@ -1,0 +1,562 @@
+"""The real device: the tap, holds and load where they matter.
+
+These tests need a CUDA (or ROCm) device and a process in which the simulator is not registered, since a process has one
+accelerator: run this file alone, ``pytest harness/tests/test_real_device.py``. Elsewhere they are skipped as not
+covered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import harness.observe.tap as tap_package
+from harness.backends import visible_devices
+from harness.backends.real import RealBackend
+from harness.errors import UsageError
+from harness.perturb.load.compute import ComputeLoad
+from harness.tests import observer_effects
+from harness.tests.simulator_support import Repetition, repetition
+
+ROOT = Path(__file__).parents[2]
+HOLD_MS = 20.0
+NAN = float("nan")
+
+Tap = Any
+
+
+@pytest.fixture(scope="module")
+def backend() -> RealBackend:
+    if not torch.cuda.is_available():
+        pytest.skip("not covered: torch finds no CUDA device here")
+    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+        pytest.skip("not covered: this process has the simulator as its accelerator; run this file alone")
+    return RealBackend(torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def cycles_per_ms(backend: RealBackend) -> float:
+    return backend.calibrate_sleep_cycles_per_ms()
+
+
+@pytest.fixture(scope="module")
+def installed(backend: RealBackend) -> Iterator[Tap]:
+    native = tap_package.install("cuda")
+    native.set_ignored_prefixes([str(Path(torch.__file__).parent), str(Path(contextlib.__file__))])
+    yield native
+    tap_package.remove()
+
+
+@pytest.fixture
+def tap(installed: Tap, cycles_per_ms: float) -> Tap:
+    installed.set_hold_cycles(int(HOLD_MS * cycles_per_ms))
+    return installed
+
+
+@pytest.fixture
+def two_devices(backend: RealBackend) -> None:
+    if backend.device_count < 2:
+        pytest.skip("not covered: needs two devices")
+
+
+def streams(count: int, device: int = 0) -> list[torch.Stream]:
+    found = [torch.Stream(device=f"cuda:{device}") for _ in range(count)]
+    assert len({stream.stream_id for stream in found}) == count, "streams from the pool alias"
+    return found
+
+
+@contextlib.contextmanager
+def preparing(tap: Tap) -> Iterator[None]:
+    tap.set_preparing(True)
+    try:
+        yield
+        for device in range(torch.cuda.device_count()):
+            torch.accelerator.synchronize(device)
+    finally:
+        tap.set_preparing(False)
+
+
+class SeedPattern:
+    """A seed filled on one stream, backward called on another, the gradient copied there: four launches."""
+
+    LAUNCHES = ("fill", "mul", "add", "copy")
+
+    def __init__(self) -> None:
+        self.fill, self.ambient, self.forward = streams(3)
+
+    def launch(self, name: str) -> tuple[torch.Stream, int]:
+        return {
+            "fill": (self.fill, 0),
+            "mul": (self.forward, 0),
+            "add": (self.forward, 1),
+            "copy": (self.ambient, 0),
+        }[name]
+
+    def run(
+        self, tap: Tap, holds: Sequence[str] = (), *, wait: bool = True, serial: bool = False, lines: bool = False
+    ) -> tuple[Repetition, list[float]]:
+        """One repetition; returns what was seen of it and the distinct values of the gradient as copied."""
+        with repetition(tap, [self.launch(name) for name in holds], serial=serial, lines=lines) as result:
+            with preparing(tap), self.forward:
+                leaf = torch.full((256,), 2.0, device="cuda", requires_grad=True)
+                product = leaf * torch.full((256,), 3.0, device="cuda")
+                leaf.grad = torch.zeros(256, device="cuda")
+                seed = torch.full((256,), NAN, device="cuda")
+                copied = torch.full((256,), NAN, device="cuda")
+            with self.fill:
+                seed.fill_(5.0)
+            with self.ambient:
+                if wait:
+                    self.ambient.wait_stream(self.fill)
+                product.backward(seed)
+                copied.copy_(leaf.grad)
+        return result, sorted(set(copied.tolist()))
+
+
+@pytest.fixture
+def pattern(tap: Tap) -> SeedPattern:
+    pattern = SeedPattern()
+    for _ in range(2):
+        pattern.run(tap)  # loads the kernels, which can wait for a held stream
+    return pattern
+
+
+def states(result: Repetition) -> list[str]:
+    return [state for state, _, _ in result.outcomes]
+
+
+# The backend.
+
+
+def test_the_backend_says_what_it_is(backend: RealBackend) -> None:
+    described = backend.describe()
+    assert torch.cuda.get_device_name(0) in described["device"]
+    assert all(described.values())
+    assert backend.device == torch.device("cuda", 0)
+    assert backend.device_count == torch.cuda.device_count()
+
+
+def test_a_calibrated_sleep_lasts_as_long_as_it_should(backend: RealBackend, cycles_per_ms: float) -> None:
+    torch.cuda._sleep(int(cycles_per_ms))
+    backend.synchronize()
+    started = time.perf_counter()
+    torch.cuda._sleep(int(50 * cycles_per_ms))
+    backend.synchronize()
+    assert 40 <= (time.perf_counter() - started) * 1e3 <= 60
+
+
+def test_another_device_type_cannot_be_calibrated(backend: RealBackend) -> None:
+    other = RealBackend.__new__(RealBackend)
+    other.device = torch.device("xpu", 0)
+    with pytest.raises(UsageError, match="cannot be held"):
+        other.calibrate_sleep_cycles_per_ms()
+
+
+def run_script(script: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        env=None if environment is None else {**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_sticky_error_is_told_from_one_that_passes(backend: RealBackend) -> None:
+    assert not backend.is_sticky_error(RuntimeError("shapes do not match"))
+    printed = run_script(
+        """
+        import os
+        import torch
+        from harness.backends.real import RealBackend
+
+        backend = RealBackend(torch.device("cuda"))
+        try:
+            torch.ones(4, device="cuda") + torch.ones(5, device="cuda")
+        except RuntimeError as error:
+            print(backend.is_sticky_error(error))
+        try:
+            torch.arange(4, device="cuda")[torch.tensor([9], device="cuda")]
+            backend.synchronize()
+        except RuntimeError as error:
+            print(backend.is_sticky_error(error), flush=True)
+        os._exit(0)  # the teardown of a broken context can abort
+        """
+    )
+    assert printed.split() == ["False", "True"]
+
+
+def test_gpus_are_counted_without_initialising_cuda(backend: RealBackend) -> None:
+    printed = run_script(
+        """
+        import os, sys
+        from harness.backends import visible_devices
+        print(visible_devices.count(os.environ), "torch" in sys.modules)
+        """
+    )
+    assert printed.split() == [str(backend.device_count), "False"]
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_worker_sees_its_own_gpu_first(backend: RealBackend) -> None:
+
+    changes = visible_devices.environment_of_worker(os.environ, 1)
+    printed = run_script(
+        """
+        import torch
+        print(*[torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count())])
+        """,
+        changes,
+    )
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(backend.device_count)]
+    assert printed.split() == [*uuids[1:], uuids[0]]
+
+
+# What the tap sees.
+
+
+def test_the_sleep_kernel_is_called_without_python(tap: Tap) -> None:
+    assert tap.can_sleep()
+    printed = run_script(
+        """
+        import torch
+        torch.cuda.init()
+        from harness.observe import tap
+        torch.cuda._sleep = None  # would be the fallback
+        native = tap.install("cuda")
+        print(native.can_sleep())
+        """
+    )
+    assert printed.splitlines()[-1] == "True"
+
+
+def test_it_sees_launches_records_and_waits(tap: Tap, pattern: SeedPattern) -> None:
+    result, values = pattern.run(tap, lines=True)
+    assert values == [15.0]
+    fill, ambient, forward = ((0, stream.stream_id) for stream in (pattern.fill, pattern.ambient, pattern.forward))
+    launches = {entry[1:4]: (entry[4], entry[5]) for entry in result.of_kind("launch")}
+    assert launches == {
+        (*fill, 0): ("aten::fill_.Scalar", None),
+        (*forward, 0): ("aten::mul.Tensor", "MulBackward0"),
+        (*forward, 1): ("aten::add_.Tensor", "torch::autograd::AccumulateGrad"),
+        (*ambient, 0): ("aten::copy_", None),
+    }
+    assert all(entry[6] == __file__ for entry in result.of_kind("launch"))
+    waits = [entry[1:3] for entry in result.of_kind("wait")]
+    assert waits[:1] == [ambient], "the body's own"
+    assert forward in waits and ambient in waits[1:], "the engine's: for the seed, and at the end of backward"
+    assert not result.of_kind("sync_stream", "sync_event", "sync_device")
+
+
+def test_copies_that_block_and_item_synchronize_their_stream(tap: Tap) -> None:
+    (stream,) = streams(1)
+    with repetition(tap) as result, stream:
+        with preparing(tap):
+            value, pinned = torch.ones(4, device="cuda"), torch.ones(4).pin_memory()
+        value.cpu()
+        torch.ones(4).to("cuda")
+        value.sum().item()
+        pinned.to("cuda", non_blocking=True)
+        pinned.copy_(value, non_blocking=True)
+        torch.empty(4).copy_(value, non_blocking=True)
+    pairs = zip(result.entries, [*result.entries[1:], ("end",)], strict=True)
+    followed = [(entry[4], following[0]) for entry, following in pairs if entry[0] == "launch"]
+    assert followed[:2] == [("aten::copy_", "sync_stream")] * 2
+    assert followed[2][0].startswith("aten::sum") and followed[2][1] == "launch"
+    assert followed[3:] == [
+        ("aten::_local_scalar_dense", "sync_stream"),
+        ("aten::copy_", "launch"),
+        ("aten::copy_", "launch"),
+        ("aten::copy_", "sync_stream"),  # into pageable memory
+    ]
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_copy_between_devices_orders_both_streams(tap: Tap) -> None:
+    here, there = streams(1)[0], streams(1, device=1)[0]
+    with repetition(tap) as result, there, here:
+        with preparing(tap):
+            value = torch.ones(4, device="cuda:0")
+            other = torch.zeros(4, device="cuda:1")
+        other.copy_(value, non_blocking=True)
+    source, destination = (0, here.stream_id), (1, there.stream_id)
+    assert [entry[:4] for entry in result.entries] == [
+        ("record", *destination, 1),
+        ("wait", *source, 1),
+        ("launch", *source, 0),
+        ("record", *source, 2),
+        ("wait", *destination, 2),
+    ]
+
+
+# It changes nothing.
+
+
+@pytest.mark.parametrize("how", ["traced", "lines", "held"])
+@pytest.mark.parametrize("effect", observer_effects.ALL, ids=lambda effect: effect.__name__)
+def test_the_observer_changes_nothing(tap: Tap, effect: Any, how: str) -> None:
+    without = effect("cuda")
+    default = torch.accelerator.current_stream(0)
+    holds = [(default, index) for index in range(3)] if how == "held" else []
+    with repetition(tap, holds, lines=how == "lines") as result:
+        under_observation = effect("cuda")
+    assert result.of_kind("launch")
+    assert under_observation == without == observer_effects.WANTED[effect]
+
+
+def test_memory_does_not_grow(tap: Tap, pattern: SeedPattern) -> None:
+    allocated = []
+    for _ in range(3):
+        for _ in range(100):
+            pattern.run(tap, lines=True)
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[0] == allocated[-1]
+
+
+# Holds.
+
+
+@pytest.mark.parametrize("held", SeedPattern.LAUNCHES)
+def test_the_pattern_is_right_whatever_is_held(tap: Tap, pattern: SeedPattern, held: str) -> None:
+    for _ in range(3):
+        result, values = pattern.run(tap, [held])
+        assert states(result) == ["pending"]
+        assert values == [15.0]
+
+
+@pytest.mark.parametrize("held", SeedPattern.LAUNCHES)
+def test_only_the_held_fill_shows_that_the_wait_is_missing(tap: Tap, pattern: SeedPattern, held: str) -> None:
+    for _ in range(3):
+        result, values = pattern.run(tap, [held], wait=False)
+        assert states(result) == ["pending"]
+        assert (values == [15.0]) is (held != "fill")
+
+
+def test_it_is_the_hold_that_shows_the_missing_wait(tap: Tap, pattern: SeedPattern) -> None:
+    by_chance = sum(pattern.run(tap, wait=False)[1] != [15.0] for _ in range(50))
+    held = sum(pattern.run(tap, ["fill"], wait=False)[1] != [15.0] for _ in range(10))
+    assert held == 10
+    assert by_chance < 25
+
+
+def test_holds_of_a_set_are_released_in_the_order_of_the_plan(tap: Tap) -> None:
+    first, second, watcher = streams(3)
+    # Unheld first: a kernel is loaded at its first launch, and loading waits for the device, holds included.
+    for holds in ([], [(first, 0), (second, 0)]):
+        with repetition(tap, holds) as result:
+            with preparing(tap):
+                values = [torch.ones(4, device="cuda") for _ in range(2)]
+                seen = torch.zeros(4, device="cuda")
+            for stream, value in zip((second, first), values, strict=True):
+                with stream:
+                    value.add_(1)
+            # Looked at on the device, when the first is over: the host may be late.
+            watcher.wait_event(first.record_event())
+            with watcher:
+                seen.copy_(values[0])
+        assert [value.tolist() for value in values] == [[2.0] * 4] * 2
+    assert states(result) == ["pending", "pending"]
+    assert seen.tolist() == [1.0] * 4, "the second sleeps twice as long"
+
+
+def test_a_launch_that_is_not_made_is_missing(tap: Tap, pattern: SeedPattern) -> None:
+    with repetition(tap, [(pattern.fill, 0)]) as result:
+        pass
+    assert result.outcomes == [("missing", None, 0)]
+
+
+def synchronize_stream(stream: torch.Stream, event: torch.Event, value: torch.Tensor) -> None:
+    stream.synchronize()
+
+
+def synchronize_event(stream: torch.Stream, event: torch.Event, value: torch.Tensor) -> None:
+    event.synchronize()
+
+
+def synchronize_device(stream: torch.Stream, event: torch.Event, value: torch.Tensor) -> None:
+    torch.accelerator.synchronize(0)
+
+
+def read_item(stream: torch.Stream, event: torch.Event, value: torch.Tensor) -> None:
+    with stream:
+        value[0].item()
+
+
+def copy_to_host(stream: torch.Stream, event: torch.Event, value: torch.Tensor) -> None:
+    with stream:
+        value.cpu()
+
+
+SYNCHRONIZATIONS = [synchronize_stream, synchronize_event, synchronize_device, read_item, copy_to_host]
+
+
+@pytest.mark.parametrize("synchronize", SYNCHRONIZATIONS)
+def test_a_host_synchronization_forces_a_hold(tap: Tap, synchronize: Any) -> None:
+    held, waiting = streams(2)
+    for _ in range(2):
+        with repetition(tap, [(held, 0)]) as result:
+            with preparing(tap):
+                value = torch.ones(4, device="cuda")
+            with held:
+                value.add_(1)
+            waiting.wait_stream(held)
+            event = waiting.record_event()
+            synchronize(waiting, event, value)
+    line = synchronize.__code__.co_firstlineno + (2 if synchronize in {read_item, copy_to_host} else 1)
+    assert result.outcomes == [("forced", __file__, line)]
+
+
+def test_a_synchronization_that_does_not_reach_a_hold_leaves_it_pending(tap: Tap) -> None:
+    held, other = streams(2)
+    with repetition(tap, [(held, 0)]) as result:
+        with preparing(tap):
+            values = [torch.ones(4, device="cuda") for _ in range(2)]
+        for stream, value in zip((held, other), values, strict=True):
+            with stream:
+                value.add_(1)
+        other.synchronize()
+    assert states(result) == ["pending"]
+
+
+def test_a_hold_that_ended_while_the_host_waited_for_another_is_proved_too(tap: Tap) -> None:
+    shorter, longer = streams(2)
+    with repetition(tap, [(shorter, 0), (longer, 0)]) as result:
+        with preparing(tap):
+            values = [torch.ones(4, device="cuda") for _ in range(2)]
+        for stream, value in zip((shorter, longer), values, strict=True):
+            with stream:
+                value.add_(1)
+        line = sys._getframe().f_lineno + 1
+        longer.synchronize()
+    assert result.outcomes == [("forced", __file__, line)] * 2
+
+
+def test_a_hold_that_was_too_short_proves_nothing(tap: Tap) -> None:
+    tap.set_hold_cycles(1)
+    (held,) = streams(1)
+    with repetition(tap, [(held, 0)]) as result:
+        with preparing(tap):
+            value = torch.ones(4, device="cuda")
+        with held:
+            value.add_(1)
+        time.sleep(0.1)
+    assert states(result) == ["ran"]
+
+
+def test_a_hold_leaves_device_and_stream_as_they_were(tap: Tap) -> None:
+    device, default = torch.cuda.current_device(), torch.accelerator.current_stream(0)
+    held = streams(1)[0]
+    with repetition(tap, [(held, 0)]):
+        value = torch.ones(4, device="cuda")
+        with held:
+            value.add_(1)
+            assert torch.accelerator.current_stream(0) == held
+    assert torch.cuda.current_device() == device
+    assert torch.accelerator.current_stream(0) == default
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_launch_on_the_other_device_can_be_held(tap: Tap) -> None:
+    (held,) = streams(1, device=1)
+    for _ in range(2):
+        with repetition(tap, [(held, 0)]) as result:
+            with preparing(tap):
+                leaf = torch.full((4,), 2.0, device="cuda:1", requires_grad=True)
+                with held:
+                    product = leaf * 3.0
+            product.sum().backward()  # in the engine's thread of device 1
+            assert torch.cuda.current_device() == 0
+        launches = result.of_kind("launch")
+    assert [entry[1:3] for entry in launches if entry[5] == "MulBackward0"] == [(1, held.stream_id)]
+    assert states(result) == ["pending"]
+    assert leaf.grad is not None and leaf.grad.tolist() == [3.0] * 4
+
+
+# The fully synchronized reference.
+
+
+def test_serial_gives_right_values_even_where_a_wait_is_missing(tap: Tap, pattern: SeedPattern) -> None:
+    for _ in range(20):
+        _, values = pattern.run(tap, wait=False, serial=True)
+        assert values == [15.0]
+
+
+# Load.
+
+
+def test_the_load_competes_is_measured_and_stops_within_a_second(backend: RealBackend, tap: Tap) -> None:
+    load = ComputeLoad(backend.device, tap)
+    load.start()
+    time.sleep(0.5)
+    running = load.report()
+    started = time.perf_counter()
+    load.stop()
+    assert time.perf_counter() - started < 1.0
+    assert running["alone_flops"] > 1e11
+    assert running["achieved_flops"] > 0.5 * running["alone_flops"], "nothing else ran"
+    started = time.perf_counter()
+    backend.synchronize()
+    assert time.perf_counter() - started < 0.1, "its queue is empty"
+
+
+def test_the_load_is_no_launch_of_the_case_and_leaves_holds_proved(
+    backend: RealBackend, tap: Tap, cycles_per_ms: float
+) -> None:
+    pattern = SeedPattern()
+    pattern.run(tap)
+    expected = sorted(entry[1:6] for entry in pattern.run(tap)[0].of_kind("launch"))
+    load = ComputeLoad(backend.device, tap)
+    with load:
+        assert not {stream.stream_id for stream in (pattern.fill, pattern.ambient, pattern.forward)} & set(
+            load.stream_ids
+        )
+        tap.set_hold_cycles(int(5 * HOLD_MS * cycles_per_ms))
+        for held in SeedPattern.LAUNCHES:
+            result, values = pattern.run(tap, [held])
+            assert values == [15.0]
+            assert states(result) == ["pending"]
+            assert sorted(entry[1:6] for entry in result.of_kind("launch")) == expected
+        # Without the wait the load may delay the fill by itself, so only the hold of the fill says something.
+        assert pattern.run(tap, ["fill"], wait=False)[1] != [15.0]
+        achieved = load.report()
+    assert achieved["achieved_flops"] > 0
+
+
+def test_the_load_does_not_touch_the_random_numbers_of_the_case(backend: RealBackend, tap: Tap) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(64, device="cuda").tolist()
+    torch.manual_seed(1)
+    with ComputeLoad(backend.device, tap):
+        assert torch.rand(64, device="cuda").tolist() == expected
+
+
+def test_a_thread_of_the_harness_is_ignored(tap: Tap) -> None:
+    (stream,) = streams(1)
+
+    def load() -> None:
+        tap.ignore_this_thread(True)
+        with stream:
+            torch.ones(4, device="cuda").add_(1)
+        stream.synchronize()
+
+    with repetition(tap) as result:
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    assert result.entries == []
