@@ -1,0 +1,290 @@
+"""A case's repetitions: first what the body consists of, then plan after plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from harness.campaign.lab import Lab
+from harness.campaign.repetition import Repetition, run_repetition
+from harness.campaign.result import CaseResult
+from harness.campaign.session import Session
+from harness.campaign.store import RepetitionRecord, ResultWriter
+from harness.campaign.watchdog import RepetitionTimeout, Watchdog
+from harness.errors import InfrastructureError, SidestreamError, UsageError
+from harness.exit_codes import ExitCode
+from harness.judge.happens_before import describe as describe_access
+from harness.judge.verdict import Verdict
+from harness.observe.holds import HoldState
+from harness.observe.trace import Free, Launch
+from harness.perturb.enumerate_plans import cycle_length, plan_for_repetition
+from harness.perturb.plan import LaunchId, Plan
+
+_WARM_UPS = 3
+"""Unheld runs on a real device before anything counts: kernels are loaded at their first launch, and caches fill."""
+
+
+class CaseError(SidestreamError):
+    """The case is wrong in itself: it does not hold its own promise even when nothing runs concurrently."""
+
+    exit_code = ExitCode.RACE
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What makes a case a control: documented as unsafe, so that it must be seen to race."""
+
+    reason: str
+    """The sentence of the contract that makes it unsafe."""
+    aim: str
+    """The stream whose launches are the racing accesses; holding one of them must show the race."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What a body consists of, learnt from a fully synchronized run and an unheld one."""
+
+    launches: dict[LaunchId, Launch]
+    """In submission order, with source lines."""
+    frees: list[Free]
+    """In order, with source lines."""
+    aimed: frozenset[LaunchId]
+    """For a control: the launches to hold so that the race shows."""
+
+    def order(self) -> list[LaunchId]:
+        """The launches in submission order."""
+        return list(self.launches)
+
+
+class Case:
+    """One test's body, run again and again in this process."""
+
+    def __init__(
+        self, nodeid: str, body: Callable[[], object], session: Session, lab: Lab, control: Control | None
+    ) -> None:
+        self.nodeid = nodeid
+        self.control = control
+        self._body = body
+        self._session = session
+        self._lab = lab
+        self._hold = session.hold_length()
+        self.discovery: Discovery | None = None
+        self._running: tuple[int, Plan] | None = None
+
+    def where(self) -> str | None:
+        """Which repetition is running, in words; None before the first."""
+        if self._running is None:
+            return None
+        number, plan = self._running
+        return f"repetition {number} under {plan}"
+
+    def discover(self) -> Discovery:
+        """Learn the launches of the body and check that it holds its promise when nothing runs concurrently.
+
+        Raises:
+            CaseError: it does not, or it launches nothing, or other things each time.
+        """
+        session = self._session
+        if not session.simulated:
+            unheld_ms = []
+            for _ in range(_WARM_UPS):
+                self._once()
+                unheld_ms.append(self._lab.unprepared_ms)
+            self._hold.fit(max(unheld_ms[1:]))
+        session.set_hold(self._hold)
+        serial = self._once(serial=True, lines=True)
+        if serial.judgement.mismatches:
+            found = "; ".join(map(str, serial.judgement.mismatches))
+            raise CaseError(
+                f"{self.nodeid} is wrong in itself: fully synchronized, one launch after another, it still gives "
+                f"{found}. "
+                "Its expected value or its body is mistaken; no race is involved."
+            )
+        launches = {launch.id: launch for launch in serial.recording.launches()}
+        if not launches:
+            raise CaseError(f"{self.nodeid} launches nothing on {session.backend.device}, so there is nothing to hold.")
+        if not self._lab.observations:
+            raise CaseError(
+                f"{self.nodeid} observes nothing, so no wrong value can show: end it with lab.observe(...)."
+            )
+        baseline = self._once()
+        again = {launch.id for launch in baseline.recording.launches()}
+        if again != set(launches):
+            differing = ", ".join(map(str, sorted(again ^ set(launches))))
+            raise self._varies(f"{differing} only sometimes")
+        frees = [entry for entry in serial.recording.trace if type(entry) is Free]
+        self.discovery = Discovery(launches, frees, self._aimed(launches, baseline))
+        return self.discovery
+
+    def _varies(self, how: str) -> CaseError:
+        return CaseError(
+            f"{self.nodeid} does not launch the same each time ({how}): plans name launches by stream and index, so a "
+            "body must enqueue the same work in every repetition, on streams of the lab."
+        )
+
+    def _aimed(self, launches: dict[LaunchId, Launch], baseline: Repetition) -> frozenset[LaunchId]:
+        if self.control is None:
+            return frozenset()
+        aim = self.control.aim
+        on_aim = frozenset(launch for launch in launches if launch.stream == aim)
+        if not on_aim:
+            streams = ", ".join(dict.fromkeys(launch.stream for launch in launches))
+            raise CaseError(
+                f"{self.nodeid} aims at stream {aim!r} but launches nothing there; it launches on {streams}."
+            )
+        if not self._session.simulated:
+            return on_aim
+        # Happens-before names the racing access itself: of the two, the one that was enqueued first.
+        races = [race for race in baseline.judgement.races if race.hold is not None]
+        aimed = on_aim & {race.hold for race in races if race.hold is not None}
+        if races and not aimed:
+            raise CaseError(
+                f"{self.nodeid} races, but not with its aim, stream {aim!r}: {races[0]} Aim at the race that is meant, "
+                "or mend the other one."
+            )
+        return aimed
+
+    def _once(self, *, serial: bool = False, lines: bool = False) -> Repetition:
+        with_happens_before = self._session.simulated and not serial
+        return run_repetition(
+            self._lab, self._body, 0, Plan(), serial=serial, lines=lines, with_happens_before=with_happens_before
+        )
+
+    def run(
+        self,
+        numbers: Callable[[int], Iterable[int]],
+        result: CaseResult,
+        writer: ResultWriter,
+        watchdog: Watchdog,
+        describe: Callable[[Case, Repetition], str],
+        progress: Callable[[], None],
+    ) -> None:
+        """Run the repetitions of these numbers and add them to ``result`` one by one, so that none is lost.
+
+        Args:
+            numbers: which repetitions, given the length of the cycle of plans; a number has its plan, whoever runs it.
+            result: counts what ended.
+            writer: keeps each repetition on disk.
+            watchdog: cuts a repetition that hangs.
+            describe: the text for a repetition that failed.
+            progress: called after each repetition.
+
+        Raises:
+            CaseError: the case is wrong in itself.
+            UsageError: the user's plan names a launch that this body does not make.
+            InfrastructureError: an error has left the device unusable for the rest of the process.
+        """
+        turns = self._session.turns
+        try:
+            with turns.turn(), watchdog.guard():
+                discovery = self.discovery or self.discover()
+        except RepetitionTimeout as timeout:
+            self._time_out(timeout, 0, Plan(), result, writer, watchdog)
+            return
+        order = discovery.order()
+        options = self._session.options
+        if options.plan is not None:
+            self._check(options.plan, discovery)
+        result.launches = len(order)
+        result.oracles = 2 if self._session.simulated else 1
+        result.cycle_length = cycle_length(len(order)) if options.plan is None else 0
+        for number in numbers(cycle_length(len(order)) if options.plan is None else 1):
+            plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)
+            self._running = number, plan
+            writer.in_flight(self.nodeid, number, str(plan))
+            try:
+                # The wait for the turn is no part of what the watchdog times.
+                with turns.turn(), watchdog.guard():
+                    repetition = run_repetition(
+                        self._lab, self._body, number, plan, with_happens_before=self._session.simulated
+                    )
+            except RepetitionTimeout as timeout:
+                self._time_out(timeout, number, plan, result, writer, watchdog)
+                # What the device still has to do is unknown, so nothing after this can be trusted.
+                return
+            except Exception as error:
+                if self._session.is_broken_by(error):
+                    raise InfrastructureError(
+                        f"the device is unusable after {self.nodeid}, repetition {number} under {plan}: {error}"
+                    ) from error
+                raise
+            self._settle(repetition, discovery, result, writer, describe)
+            progress()
+            if options.stop_at_first_race and self.control is None and repetition.judgement.verdict is Verdict.RACE:
+                break
+        writer.clear_in_flight()
+        result.hold_ms = 0.0 if self._session.simulated else self._hold.milliseconds
+
+    def _time_out(
+        self,
+        timeout: RepetitionTimeout,
+        number: int,
+        plan: Plan,
+        result: CaseResult,
+        writer: ResultWriter,
+        watchdog: Watchdog,
+    ) -> None:
+        record = RepetitionRecord(
+            self.nodeid, number, str(plan), Verdict.TIMEOUT.value, watchdog.limit_s * 1e6, message=str(timeout)
+        )
+        writer.write(record)
+        result.add(record)
+        result.describe_failure("timeout", f"{timeout}\n  plan     {plan}\n{watchdog.stacks()}")
+
+    def _settle(
+        self,
+        repetition: Repetition,
+        discovery: Discovery,
+        result: CaseResult,
+        writer: ResultWriter,
+        describe: Callable[[Case, Repetition], str],
+    ) -> None:
+        judgement = repetition.judgement
+        plan = repetition.plan
+        launched = repetition.recording.launches()
+        if len(launched) > len(discovery.launches):
+            more = ", ".join(str(launch.id) for launch in launched if launch.id not in discovery.launches)
+            raise self._varies(f"{more} from repetition {repetition.number} on")
+        failed = judgement.verdict is not Verdict.PASS and not (
+            self.control is not None and judgement.verdict is Verdict.RACE
+        )
+        record = RepetitionRecord(
+            nodeid=self.nodeid,
+            repetition=repetition.number,
+            plan=str(plan),
+            verdict=judgement.verdict.value,
+            duration_us=repetition.duration_us,
+            aimed=plan.kind == "single" and plan.holds[0] in discovery.aimed,
+            control=self.control is not None,
+            raced_by=judgement.raced_by,
+            holds=",".join(outcome.state.value for outcome in repetition.holds),
+            message="",
+        )
+        if failed:
+            record.message = "; ".join([*map(str, judgement.mismatches), *map(str, judgement.races)])[:2000]
+            result.describe_failure(_reason(repetition), describe(self, repetition), len(judgement.raced_by))
+        writer.write(record)
+        result.add(record)
+        if any(outcome.state is HoldState.RAN for outcome in repetition.holds):
+            self._hold.grow()
+            self._session.set_hold(self._hold)
+
+    def _check(self, plan: Plan, discovery: Discovery) -> None:
+        unknown = [launch for launch in plan.holds if launch not in discovery.launches]
+        if unknown:
+            raise UsageError(
+                f"--plan {plan} names {', '.join(map(str, unknown))}, which {self.nodeid} does not launch; it launches "
+                f"{', '.join(map(str, discovery.launches))}."
+            )
+
+
+def _reason(repetition: Repetition) -> str:
+    """What repetitions that failed for the same reason have in common."""
+    judgement = repetition.judgement
+    if judgement.races:
+        return "; ".join(
+            f"{race.kind} {describe_access(race.first)} {describe_access(race.second)}" for race in judgement.races
+        )
+    if judgement.mismatches:
+        return f"a wrong value, {len(judgement.mismatches)} observations"
+    return judgement.verdict.value

@@ -1,0 +1,28 @@
+"""What the user asked of a run; plain data that travels from the controller to its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from harness.perturb.plan import Plan
+
+DEFAULT_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings of a run."""
+
+    device: str = "sim"
+    """``sim`` or ``cuda``; which of several GPUs is decided by the order of the visible ones."""
+    seed: int = 0
+    plan: Plan | None = None
+    """The one plan of every repetition, or None for the cycle of plans."""
+    hold_ms: float | None = None
+    """The length of a hold on a real device, or None to measure it."""
+    loads: tuple[str, ...] = field(default=())
+    limit_s: float = DEFAULT_LIMIT_S
+    """How long a repetition may take before it is cut."""
+    stop_at_first_race: bool = False
+    turns: str | None = None
+    """The file by which workers on one GPU take turns, or None where none share one."""

@@ -1,0 +1,183 @@
+"""What the repetitions of one case add up to; mergeable, since several workers share a case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from harness.campaign.store import RepetitionRecord
+from harness.judge.verdict import Verdict
+from harness.perturb.plan import Plan
+
+KEPT_CAUSES = 3
+"""How many causes of failure are described for one case; repetitions with other causes are only counted."""
+
+
+_BASELINE = str(Plan())
+_KEPT_PLANS = 2000
+_FURTHER_SETS = "further sets"
+"""Sets of held launches are ever new: beyond so many plans a case's sets are counted together."""
+
+_SENTENCE_UNKNOWN = "documented as unsafe"
+"""For a control that is known from its result lines only, because its run was cut off."""
+
+
+@dataclass(slots=True)
+class Cause:
+    """Repetitions of a case that failed for one reason, and the most telling description of one of them."""
+
+    text: str
+    oracles: int
+    """How many oracles the described repetition convinced."""
+    repetitions: int = 1
+
+
+@dataclass(slots=True)
+class CaseResult:
+    """Counts over the repetitions of one case."""
+
+    nodeid: str
+    control: str | None = None
+    """For a control, the sentence of the contract that makes it unsafe."""
+    launches: int = 0
+    """How many launches the body has; each is held alone in every cycle of plans."""
+    cycle_length: int = 0
+    """How many plans a cycle has; 0 where one plan was given for all repetitions."""
+    verdicts: dict[str, int] = field(default_factory=dict)
+    plans: dict[str, list[int]] = field(default_factory=dict)
+    """For each plan: conclusive repetitions, of which raced."""
+    cycles: dict[str, list[int]] = field(default_factory=dict)
+    """For each cycle of plans (JSON keys are strings): repetitions, of which raced."""
+    oracles: int = 1
+    """How many oracles judge: an aimed repetition of a control must convince each of them."""
+    aimed: int = 0
+    """Conclusive repetitions whose plan held the racing access of a control."""
+    aimed_seen: int = 0
+    hold_ms: float = 0.0
+    """The longest hold used, on a real device."""
+    durations_us: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Sum and maximum."""
+    causes: dict[str, Cause] = field(default_factory=dict)
+    """Why repetitions failed, by what tells one reason from another (the racing accesses, say)."""
+
+    @property
+    def repetitions(self) -> int:
+        """How many repetitions have ended."""
+        return sum(self.verdicts.values())
+
+    def count(self, verdict: Verdict) -> int:
+        """How many repetitions ended with this verdict."""
+        return self.verdicts.get(verdict.value, 0)
+
+    def add(self, record: RepetitionRecord) -> None:
+        """Count one repetition."""
+        if record.control and self.control is None:
+            self.control = _SENTENCE_UNKNOWN
+        raced = record.verdict == Verdict.RACE.value
+        self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
+        plan = record.plan
+        if plan not in self.plans and len(self.plans) >= _KEPT_PLANS and _is_set(plan):
+            plan = _FURTHER_SETS
+        # What is inconclusive is no evidence for its plan.
+        conclusive = record.verdict in (Verdict.RACE.value, Verdict.PASS.value)
+        _tally(self.plans, plan, int(conclusive), raced)
+        if self.cycle_length and self.control is not None:
+            _tally(self.cycles, str(record.repetition // self.cycle_length), 1, raced)
+        if record.aimed and record.verdict in (Verdict.RACE.value, Verdict.PASS.value):
+            self.aimed += 1
+            self.aimed_seen += raced and len(record.raced_by) >= self.oracles
+        self.durations_us[0] += record.duration_us
+        self.durations_us[1] = max(self.durations_us[1], record.duration_us)
+
+    def describe_failure(self, reason: str, text: str, oracles: int = 0) -> None:
+        """Count a failed repetition, and keep its description if it tells more than what is kept of its reason."""
+        self._add_cause(reason, Cause(text, oracles))
+
+    def _add_cause(self, reason: str, cause: Cause) -> None:
+        known = self.causes.get(reason)
+        if known is not None:
+            if cause.oracles > known.oracles:
+                known.text, known.oracles = cause.text, cause.oracles
+            known.repetitions += cause.repetitions
+        elif len(self.causes) < KEPT_CAUSES:
+            self.causes[reason] = cause
+
+    def merge(self, other: CaseResult) -> None:
+        """Add what another worker counted of the same case."""
+        self.control = self.control or other.control
+        self.launches = max(self.launches, other.launches)
+        self.cycle_length = max(self.cycle_length, other.cycle_length)
+        self.verdicts = dict(Counter(self.verdicts) + Counter(other.verdicts))
+        for plan, (repetitions, raced) in other.plans.items():
+            _tally(self.plans, plan, repetitions, raced)
+        for cycle, (repetitions, raced) in other.cycles.items():
+            _tally(self.cycles, cycle, repetitions, raced)
+        self.oracles = max(self.oracles, other.oracles)
+        self.aimed += other.aimed
+        self.aimed_seen += other.aimed_seen
+        self.hold_ms = max(self.hold_ms, other.hold_ms)
+        self.durations_us = [
+            self.durations_us[0] + other.durations_us[0],
+            max(self.durations_us[1], other.durations_us[1]),
+        ]
+        for reason, cause in other.causes.items():
+            self._add_cause(reason, replace(cause))
+
+    def singles_covered(self) -> int:
+        """How many launches were held alone at least once."""
+        return sum(1 for plan, (n, _) in self.plans.items() if n and plan != _BASELINE and not _is_set(plan))
+
+    def thinnest_plan(self) -> int:
+        """The fewest repetitions that any plan without a choice of the seed (baseline, one launch held) got.
+
+        0 as long as not every launch was held.
+        """
+        if self.cycle_length and self.singles_covered() < self.launches:
+            return 0
+        return min((n for plan, (n, _) in self.plans.items() if not _is_set(plan)), default=0)
+
+    def unseen(self) -> str | None:
+        """Why this run could not have seen the race that a control is; None for other cases, or if it was seen."""
+        if self.control is None or not self.repetitions:
+            return None
+        races = self.count(Verdict.RACE)
+        if not self.cycle_length:
+            # One plan for all repetitions, given by the user: how often it shows the race is the question here.
+            return None
+        if races == 0:
+            return f"none of its {self.repetitions} repetitions raced"
+        if self.aimed_seen < self.aimed:
+            oracles = "" if self.oracles == 1 else " by both oracles"
+            seen = f"only {self.aimed_seen} of the {self.aimed} repetitions that held the racing access"
+            return f"{seen} were seen to race{oracles}"
+        if not self.aimed and self.launches and self.singles_covered() == self.launches:
+            return "no repetition held an access that is known to race, although each launch was held"
+        blind = [
+            c
+            for c, (n, raced) in sorted(self.cycles.items(), key=lambda cycle: int(cycle[0]))
+            if n == self.cycle_length and not raced
+        ]
+        if blind:
+            return f"{len(blind)} whole cycles of plans passed without a race, the first of them cycle {blind[0]}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for the way from a worker to the controller."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CaseResult:
+        """The result that ``to_json`` gave the data of."""
+        causes = {reason: Cause(**cause) for reason, cause in data["causes"].items()}
+        return cls(**{**data, "causes": causes})
+
+
+def _is_set(plan: str) -> bool:
+    return plan == _FURTHER_SETS or "," in plan
+
+
+def _tally(table: dict[str, list[int]], key: str, repetitions: int, raced: int) -> None:
+    entry = table.setdefault(key, [0, 0])
+    entry[0] += repetitions
+    entry[1] += int(raced)

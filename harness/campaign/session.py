@@ -1,0 +1,113 @@
+"""What one process needs to run cases: the backend, its instrument, its streams, the load; opened once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.backends.select import Backend, SimulatedBackend, open_backend
+from harness.campaign.lab import Lab, StreamPool
+from harness.campaign.options import Options
+from harness.campaign.turns import Turns
+from harness.errors import UsageError
+from harness.observe.instrument import Instrument
+from harness.observe.streams import StreamNames
+from harness.perturb.hold import HoldLength
+
+_LOADED_TURN_S = 0.25
+
+
+class Session:
+    """One process' accelerator, ready to run cases. Close it, or the load outlives the run."""
+
+    def __init__(self, options: Options, announce: Callable[[str], None] | None = None) -> None:
+        """Open the backend.
+
+        Raises:
+            UsageError: the device or the load that was asked for cannot be had.
+        """
+        # One thread a worker: the simulator's kernels are tiny, and workers share the cores.
+        torch.set_num_threads(1)
+        self.options = options
+        self.backend: Backend = open_backend(options.device, announce)
+        self.simulated = isinstance(self.backend, SimulatedBackend)
+        self._native = self._open_native(announce)
+        self.instrument = Instrument(self._native, StreamNames())
+        self._cycles_per_ms = 0.0
+        self._load: Any = None
+        self._warm_up()
+        if not self.simulated:
+            self._cycles_per_ms = self.backend.calibrate_sleep_cycles_per_ms()  # type: ignore[attr-defined]
+        if options.loads:
+            self._start_load()
+        self.turns = self._open_turns()
+        self._pool = StreamPool(self.backend.device.type, self._load.stream_ids if self._load else ())
+
+    def _warm_up(self) -> None:
+        # The first operations of a process import parts of torch and create the device's context, which takes seconds;
+        # no repetition's time limit should pay for that.
+        leaf = torch.ones(1, device=self.backend.device, requires_grad=True)
+        (leaf * leaf).sum().backward()
+        self.backend.synchronize()
+
+    def _open_native(self, announce: Callable[[str], None] | None) -> Any:
+        if isinstance(self.backend, SimulatedBackend):
+            return self.backend.native
+        from harness.observe import tap
+
+        return tap.install(self.backend.device.type, announce)
+
+    def _start_load(self) -> None:
+        if self.simulated:
+            raise UsageError(
+                f"--load {','.join(self.options.loads)} needs a real device: on the simulator nothing competes for "
+                "time, and the plans already decide what runs late. Leave --load out, or use --device cuda."
+            )
+        from harness.perturb.load.compute import ComputeLoad
+
+        self._load = ComputeLoad(self.backend.device, self._native)
+        self._load.start()
+
+    def _open_turns(self) -> Turns:
+        if self.options.turns is None:
+            return Turns(None)
+        if self._load is None:
+            return Turns(Path(self.options.turns))
+        # Between turns the load rests as well. It takes milliseconds to fill its queue, so its turns are longer.
+        self._load.pause()
+        return Turns(
+            Path(self.options.turns), length_s=_LOADED_TURN_S, on_begin=self._load.resume, on_end=self._load.pause
+        )
+
+    def lab(self) -> Lab:
+        """A new lab, for one case."""
+        return Lab(self.backend, self.instrument, self._pool)
+
+    def hold_length(self) -> HoldLength:
+        """The length of holds that a new case starts with."""
+        if self.options.hold_ms is not None:
+            return HoldLength(self.options.hold_ms, fixed=True)
+        return HoldLength()
+
+    def set_hold(self, length: HoldLength) -> None:
+        """Make holds last this long from now on; the simulator's last until something forces them."""
+        if not self.simulated:
+            self._native.set_hold_cycles(int(length.milliseconds * self._cycles_per_ms))
+
+    def is_broken_by(self, error: BaseException) -> bool:
+        """Whether an error has left the device unusable for the rest of the process (a sticky CUDA error)."""
+        return not self.simulated and self.backend.is_sticky_error(error)  # type: ignore[attr-defined]
+
+    def load_report(self) -> dict[str, float] | None:
+        """What the load achieved, and what it achieves alone; None without a load."""
+        return None if self._load is None else self._load.report()
+
+    def close(self) -> None:
+        """End the turn and stop the load."""
+        self.turns.close()
+        if self._load is not None:
+            self._load.stop()
+            self._load = None

@@ -1,0 +1,336 @@
+"""The result store: nothing written is lost, and a failing disk never fails a test."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from harness.campaign import store
+from harness.campaign.store import (
+    KEPT_RUNS,
+    InFlight,
+    RepetitionRecord,
+    ResultWriter,
+    new_run_directory,
+    read_run,
+)
+from harness.errors import UsageError
+
+NODEID = "suites/test_seed_gradient.py::test_seed_filled_on_another_stream[wait_stream-backward-ambient]"
+
+
+def record(repetition: int = 0, verdict: str = "pass", **fields: object) -> RepetitionRecord:
+    return RepetitionRecord(NODEID, repetition, "hold=fill:0", verdict, 812.0, **fields)  # type: ignore[arg-type]
+
+
+def full_record() -> RepetitionRecord:
+    return RepetitionRecord(
+        NODEID,
+        3,
+        "hold=ambient:3,fill:0",
+        "race",
+        1812.0,
+        True,
+        ["values", "happens-before"],
+        "pending,forced",
+        'Ä\n"wrong"',
+    )
+
+
+def written(directory: Path, *records: RepetitionRecord, worker: str = "main") -> ResultWriter:
+    writer = ResultWriter(directory, worker, {"device": "sim", "seed": 0})
+    for one in records:
+        writer.write(one)
+    return writer
+
+
+def numbers(directory: Path) -> list[int]:
+    return [one.repetition for one in read_run(directory)]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    records = [record(), full_record()]
+    writer = written(tmp_path, *records)
+    writer.close()
+    for one in records:
+        one.worker = "main"
+    run = read_run(tmp_path)
+    assert list(run) == records
+    assert run.headers == {"main": {"device": "sim", "seed": 0}}
+    assert (run.problems, run.in_flight) == ([], [])
+    assert (writer.records, writer.lost, writer.failure) == (2, 0, None)
+
+
+def test_keys_are_the_documented_ones(tmp_path: Path) -> None:
+    written(tmp_path, record(), full_record()).close()
+    lines = [json.loads(line) for line in (tmp_path / "main.jsonl").read_text().splitlines()]
+    assert list(lines[1]) == ["n", "r", "p", "v", "us"]
+    assert list(lines[2]) == ["n", "r", "p", "v", "us", "a", "by", "h", "m"]
+    for key in lines[2]:
+        assert f"``{key}``" in (store.__doc__ or "")
+
+
+def test_properties_read_to_the_end_first(tmp_path: Path) -> None:
+    written(tmp_path, record()).close()
+    assert read_run(tmp_path).headers == {"main": {"device": "sim", "seed": 0}}
+    (tmp_path / "main.jsonl").write_text("?\n")
+    assert len(read_run(tmp_path).problems) == 1
+    (tmp_path / "main.now").write_text(json.dumps({"n": "case", "r": 1, "p": "baseline"}))
+    assert len(read_run(tmp_path).in_flight) == 1
+
+
+def test_each_worker_has_its_file(tmp_path: Path) -> None:
+    for number, worker in enumerate(("gw0", "gw1", "main")):
+        written(tmp_path, record(number), worker=worker).close()
+    assert [(one.worker, one.repetition) for one in read_run(tmp_path)] == [("gw0", 0), ("gw1", 1), ("main", 2)]
+
+
+@pytest.mark.parametrize("cut", range(1, 25))
+def test_cut_last_line_loses_only_itself(tmp_path: Path, cut: int) -> None:
+    written(tmp_path, record(0), record(1)).close()
+    path = tmp_path / "main.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    run = read_run(tmp_path)
+    if cut == 1:
+        # Only the end of the line is missing, so the record is whole.
+        assert numbers(tmp_path) == [0, 1] and run.problems == []
+    else:
+        assert numbers(tmp_path) == [0]
+        assert run.problems == [f"{path}: its last line is cut off; everything else was read."]
+
+
+@pytest.mark.parametrize("garbage", ["?", "{}", "[]", "7", '"n"', '{"n":1', '{"header": 3}', "\x00\x00", "ÿ"])
+def test_corrupt_line_loses_only_itself(tmp_path: Path, garbage: str) -> None:
+    path = tmp_path / "main.jsonl"
+    written(tmp_path, record(0)).close()
+    with path.open("a", encoding="latin-1") as file:
+        file.write(garbage + "\n")
+    written(tmp_path, record(1)).close()
+    run = read_run(tmp_path)
+    assert numbers(tmp_path) == [0, 1]
+    assert run.problems == [f"{path}: 1 unreadable line was skipped; everything else was read."]
+
+
+def test_several_kinds_of_damage_are_one_sentence_a_file(tmp_path: Path) -> None:
+    written(tmp_path, record(0)).close()
+    path = tmp_path / "main.jsonl"
+    path.write_bytes(b"?\n" + path.read_bytes() + b"!\n{")
+    assert read_run(tmp_path).problems == [
+        f"{path}: 2 unreadable lines were skipped and its last line is cut off; everything else was read."
+    ]
+
+
+def test_writer_of_the_same_name_continues_after_a_cut_line(tmp_path: Path) -> None:
+    written(tmp_path, record(0), record(1)).close()
+    path = tmp_path / "main.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    written(tmp_path, record(2)).close()
+    assert numbers(tmp_path) == [0, 2]
+
+
+def test_writing_appends_whatever_others_did(tmp_path: Path) -> None:
+    one, other = written(tmp_path, record(0)), written(tmp_path, record(1))
+    one.write(record(2))
+    other.write(record(3))
+    assert numbers(tmp_path) == [0, 1, 2, 3]
+
+
+def test_one_write_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = written(tmp_path)
+    writes: list[bytes] = []
+
+    def count(descriptor: int, data: bytes) -> int:
+        writes.append(data)
+        return len(data)
+
+    monkeypatch.setattr(os, "write", count)
+    writer.write(record(0))
+    assert len(writes) == 1 and writes[0].endswith(b"}\n")
+
+
+def test_full_disk_keeps_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = written(tmp_path, record(0))
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    writer.write(record(1))
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, data: real(descriptor, data[:20]) if len(data) > 40 else full(0, b"")
+    )
+    writer.write(record(2))
+    assert (writer.records, writer.lost) == (3, 2)
+    assert (
+        writer.failure is not None and "No space left on device" in writer.failure and str(tmp_path) in writer.failure
+    )
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:20]))
+    writer.write(record(3))
+    monkeypatch.setattr(os, "write", real)
+    writer.write(record(4))
+    assert numbers(tmp_path) == [0, 3, 4]
+    assert (writer.records, writer.lost) == (5, 2)
+
+
+def test_real_full_disk(tmp_path: Path) -> None:
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("no /dev/full here")
+    (tmp_path / "main.jsonl").symlink_to("/dev/full")
+    writer = written(tmp_path, record(0))
+    writer.close()
+    assert writer.lost == 1 and writer.failure is not None and "No space left" in writer.failure
+
+
+def test_missing_directory_is_a_failure_and_no_error(tmp_path: Path) -> None:
+    writer = written(tmp_path / "gone", record(0))
+    writer.in_flight(NODEID, 1, "baseline")
+    writer.clear_in_flight()
+    writer.close()
+    assert (writer.records, writer.lost) == (1, 1)
+    assert writer.failure is not None and "No such file or directory" in writer.failure
+    writer.write(record(1))
+    assert (writer.records, writer.lost) == (2, 2)
+
+
+def test_deleted_results_are_noticed(tmp_path: Path) -> None:
+    writer = written(tmp_path, record(0))
+    (tmp_path / "main.jsonl").unlink()
+    writer.close()
+    assert writer.lost == 1 and writer.failure is not None and "was deleted" in writer.failure
+
+
+def test_in_flight(tmp_path: Path) -> None:
+    writer = written(tmp_path, record(0))
+    assert read_run(tmp_path).in_flight == []
+    writer.in_flight(NODEID + "x" * 3000, 12345, "hold=" + ",".join(f"ambient:{index}" for index in range(99)))
+    writer.in_flight(NODEID, 1, "baseline")
+    flying = read_run(tmp_path).in_flight
+    assert flying == [InFlight("main", NODEID, 1, "baseline")]
+    assert str(flying[0]) == f"main died in {NODEID}, repetition 1 under baseline"
+    writer.write(record(1))
+    assert read_run(tmp_path).in_flight == [], "a repetition whose record is there has ended"
+    writer.in_flight(NODEID, 2, "baseline")
+    writer.clear_in_flight()
+    assert read_run(tmp_path).in_flight == []
+    writer.in_flight(NODEID, 3, "baseline")
+    writer.close()
+    assert read_run(tmp_path).in_flight == []
+
+
+def test_garbage_in_flight_is_nothing(tmp_path: Path) -> None:
+    written(tmp_path, record(0)).close()
+    for garbage in ("", "?", "[]", '{"n": 1}', "\x00" * 512):
+        (tmp_path / "main.now").write_text(garbage)
+        assert read_run(tmp_path).in_flight == []
+
+
+KILLED = f"""
+import sys
+from pathlib import Path
+from harness.campaign.store import RepetitionRecord, ResultWriter
+writer = ResultWriter(Path(sys.argv[1]), "gw0", {{}})
+for number in range(10**9):
+    writer.in_flight({NODEID!r}, number, "baseline")
+    writer.write(RepetitionRecord({NODEID!r}, number, "baseline", "pass", 1.0))
+    if number == 500:
+        print("now", flush=True)
+"""
+
+
+def test_kill_loses_at_most_the_repetition_in_flight(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"now\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    run = read_run(tmp_path)
+    found = [one.repetition for one in run]
+    assert found == list(range(len(found))) and len(found) > 500
+    now = json.loads((tmp_path / "gw0.now").read_text())["r"]
+    assert now in (len(found) - 1, len(found)), "the file says which repetition was running"
+    assert [flying.repetition for flying in run.in_flight] == ([now] if now == len(found) else [])
+
+
+def test_reading_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run directory"):
+        read_run(tmp_path / "none")
+
+
+def test_reading_is_lazy(tmp_path: Path) -> None:
+    writer = written(tmp_path, record(0))
+    records = iter(read_run(tmp_path))
+    assert next(records).repetition == 0
+    writer.write(record(1))
+    assert [one.repetition for one in records] == [1]
+
+
+def test_cost_of_a_record(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    one = record(aimed=True, holds="pending,pending")
+    best = float("inf")
+    for _ in range(20):
+        begin = time.thread_time()
+        for _ in range(100):
+            writer.write(one)
+        best = min(best, (time.thread_time() - begin) / 100)
+    assert best < 15e-6
+
+
+# Run directories.
+
+
+def test_run_directory(tmp_path: Path) -> None:
+    directory = new_run_directory(tmp_path)
+    assert directory.is_dir() and directory.parent == tmp_path / ".sidestream" / "runs"
+    stamp, pid = directory.name.rsplit("-", 1)
+    assert int(pid) == os.getpid() and time.strptime(stamp[:15], "%Y%m%dT%H%M%S")
+    assert (tmp_path / ".sidestream" / ".gitignore").read_text() == "*\n"
+    assert new_run_directory(tmp_path) != directory
+
+
+def test_run_directories_of_the_same_moment_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = [datetime(2030, 1, 1, 12, 0, 0, microsecond, timezone.utc) for microsecond in (5, 5, 5, 6)]
+
+    class Clock:
+        @staticmethod
+        def now(zone: timezone) -> datetime:
+            return moments.pop(0)
+
+    monkeypatch.setattr(store, "datetime", Clock)
+    made = [new_run_directory(tmp_path).name for _ in range(2)]
+    assert made == [f"20300101T120000.{end}Z-{os.getpid()}" for end in ("000005", "000006")]
+
+
+def test_only_the_last_runs_are_kept(tmp_path: Path) -> None:
+    made = []
+    for number in range(KEPT_RUNS + 3):
+        directory = new_run_directory(tmp_path)
+        written(directory, record(number)).close()
+        for path in (*directory.iterdir(), directory):
+            os.utime(path, (number, number))
+        made.append(directory)
+    # The oldest of all is still being written to, as a long run would be.
+    os.utime(made[3] / "main.jsonl")
+    (tmp_path / ".sidestream" / "runs" / "note.txt").write_text("not a run")
+    newest = new_run_directory(tmp_path)
+    kept = {path for path in newest.parent.iterdir() if path.is_dir()}
+    assert kept == {made[3], *made[-(KEPT_RUNS - 2) :], newest} and len(kept) == KEPT_RUNS
+    assert (newest.parent / "note.txt").exists()
+
+
+def test_unwritable_root_is_a_usage_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(UsageError, match=r"results cannot be written under .*file/\.sidestream \(Not a directory\)"):
+        new_run_directory(blocked)
+    assert read_run(tmp_path).problems == []
