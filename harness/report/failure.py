@@ -1,0 +1,120 @@
+"""The text of a failed repetition: what was seen, where, whose fault it is, and the command that replays it."""
+
+from __future__ import annotations
+
+import linecache
+import shlex
+
+from harness.campaign.case import Case, Discovery
+from harness.campaign.options import Options
+from harness.campaign.repetition import Repetition
+from harness.judge.happens_before import Race
+from harness.judge.verdict import Verdict
+from harness.observe.holds import HoldState
+from harness.observe.trace import Free, Launch, SourceLine, Trace
+
+NOT_FLAKY = (
+    "A wrong value or an unordered access is never 'just flaky': it is a bug in PyTorch, in the driver or in this "
+    "case. Do not quarantine it."
+)
+
+
+def describe_failure(case: Case, repetition: Repetition, options: Options, device: str) -> str:
+    """What a failed repetition says to whoever reads pytest's output."""
+    judgement = repetition.judgement
+    discovery = case.discovery
+    assert discovery is not None
+    lines = [
+        _headline(repetition),
+        f"  case     {case.nodeid}",
+        f"  device   {device}",
+        f"  plan     {repetition.plan} (repetition {repetition.number}, seed {options.seed})",
+    ]
+    for mismatch in judgement.mismatches:
+        lines.append(f"  value    {mismatch}")
+        lines += _code(mismatch.line)
+    for race in judgement.races:
+        lines += _race(race, discovery, repetition.recording.trace)
+    for outcome in repetition.holds:
+        held = discovery.launches.get(outcome.launch)
+        what = f" ({held.operation})" if held else ""
+        lines.append(f"  hold     {outcome.launch}{what}: {_HOLD_STATES[outcome.state]}{_at(outcome.line)}")
+    if judgement.attribution:
+        lines.append(f"  cause    {judgement.attribution}")
+    if judgement.disagreement:
+        lines.append(f"  note     {judgement.disagreement}")
+    lines.append(f"  replay   {replay_command(case.nodeid, repetition, options)}")
+    if judgement.verdict is Verdict.RACE:
+        lines.append(f"  {NOT_FLAKY}")
+    return "\n".join(lines)
+
+
+_HOLD_STATES = {
+    HoldState.PENDING: "still pending when the body had been enqueued",
+    HoldState.FORCED: "pending until a host synchronization had to wait for it",
+    HoldState.RAN: "had already run, so the hold was too short to show anything",
+    HoldState.MISSING: "was never launched",
+}
+
+
+def replay_command(nodeid: str, repetition: Repetition, options: Options) -> str:
+    """The command that runs exactly this repetition again."""
+    parts = ["python", "-m", "pytest", nodeid, "--device", options.device, "--seed", str(options.seed)]
+    parts += ["--plan", str(repetition.plan)]
+    if options.hold_ms is not None:
+        parts += ["--hold-ms", f"{options.hold_ms:g}"]
+    if options.loads:
+        parts += ["--load", ",".join(options.loads)]
+    return shlex.join(parts)
+
+
+def _headline(repetition: Repetition) -> str:
+    judgement = repetition.judgement
+    if judgement.verdict is Verdict.INCONCLUSIVE:
+        return "inconclusive: the hold did not take effect"
+    seen = []
+    if judgement.mismatches:
+        seen.append("a wrong value")
+    if judgement.races:
+        seen.append(
+            "an unordered access" if len(judgement.races) == 1 else f"{len(judgement.races)} unordered accesses"
+        )
+    return f"{judgement.verdict.value}: {' and '.join(seen)}"
+
+
+def _race(race: Race, discovery: Discovery, trace: Trace) -> list[str]:
+    lines = [f"  race     {race.kind}, bytes {race.start} to {race.stop} of block {race.block}"]
+    for word, access in (("first", race.first), ("second", race.second)):
+        if isinstance(access, Launch):
+            # Repetitions run without source lines, which would slow them down; the lines come from the discovery.
+            known = discovery.launches.get(access.id, access)
+            # A backward launch is known by the forward operation that its node belongs to.
+            node = f" in {access.node} of the forward" if access.node else ""
+            lines.append(f"    {word:<7}{access.operation} on {access.id}{node}{_at(known.line)}")
+            lines += _code(known.line)
+        else:
+            line = _line_of_free(access, discovery, trace)
+            lines.append(f"    {word:<7}free of the block, owned by {access.stream}{_at(line)}")
+            lines += _code(line)
+    lines.append(f"    missing {race.missing_wait}")
+    if isinstance(race.second, Launch) and race.second.node and not race.reused:
+        lines.append(
+            "            A wait on the stream that calls backward is enough: the engine carries it on to its nodes."
+        )
+    return lines
+
+
+def _line_of_free(free: Free, discovery: Discovery, trace: Trace) -> SourceLine | None:
+    # Frees have no names; their order, which is the host's, tells them apart.
+    position = next(number for number, entry in enumerate(e for e in trace if type(e) is Free) if entry is free)
+    known = discovery.frees[position] if position < len(discovery.frees) else None
+    return known.line if known is not None and known.stream == free.stream else None
+
+
+def _at(line: SourceLine | None) -> str:
+    return "" if line is None else f", {line}"
+
+
+def _code(line: SourceLine | None) -> list[str]:
+    text = linecache.getline(line.file, line.line).strip() if line else ""
+    return [f"             {text}"] if text else []

@@ -1,0 +1,155 @@
+"""What the run proved, at the end of pytest's output."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from harness.campaign.options import Options
+from harness.campaign.result import CaseResult
+from harness.campaign.statistics import race_rate_bound
+from harness.judge.verdict import Verdict
+from harness.report.outcome import counted, outcome_of
+
+_LEAST_WIDTH = 140
+"""Columns: names of tests are long, and a wrapped table in a log file helps nobody."""
+
+
+def write_summary(
+    reporter: pytest.TerminalReporter,
+    results: Mapping[str, CaseResult],
+    options: Options,
+    loads: Sequence[Mapping[str, float]],
+    elapsed_s: float,
+) -> None:
+    """Write one line a test function, or with ``-v`` one a case, and then what the whole run proved."""
+    reporter.write_sep("=", f"sidestream: {counted(len(results), 'case')} on {options.device}, seed {options.seed}")
+    groups = _groups(results, one_each=reporter.verbosity > 0)
+    terminal = reporter._tw
+    buffer = io.StringIO()
+    width = max(_LEAST_WIDTH, terminal.fullwidth)
+    console = Console(file=buffer, width=width, force_terminal=terminal.hasmarkup, highlight=False)
+    console.print(_table(groups, options))
+    for line in conclusions(list(results.values()), options, loads, elapsed_s):
+        console.print(line, soft_wrap=True, markup=False)
+    for line in buffer.getvalue().splitlines():
+        reporter.write_line(line.rstrip())
+
+
+def _groups(results: Mapping[str, CaseResult], one_each: bool) -> dict[str, list[CaseResult]]:
+    groups: dict[str, list[CaseResult]] = {}
+    for nodeid, result in sorted(results.items()):
+        groups.setdefault(nodeid if one_each else nodeid.split("[")[0], []).append(result)
+    return groups
+
+
+def _table(groups: Mapping[str, list[CaseResult]], options: Options) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("test", overflow="fold")
+    for name in ("cases", "repetitions", "plans"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdicts")
+    table.add_column("race rate" if options.device != "sim" else "each launch held", no_wrap=True, justify="right")
+    file = None
+    for name, cases in groups.items():
+        path, _, test = name.partition("::")
+        if path != file:
+            file = path
+            table.add_row(f"[bold]{path}[/bold]")
+        failed = any(outcome_of(case).text for case in cases)
+        style = "red" if failed else ""
+        table.add_row(
+            "  " + test.replace("[", r"\["),
+            str(len(cases)),
+            f"{sum(case.repetitions for case in cases):,}",
+            f"{sum(len(case.plans) for case in cases):,}",
+            _verdicts(cases),
+            _evidence(cases, options),
+            style=style,
+        )
+    return table
+
+
+def _verdicts(cases: Iterable[CaseResult]) -> str:
+    cases = list(cases)
+    counts = [f"{verdict.value} {n:,}" for verdict in Verdict if (n := sum(case.count(verdict) for case in cases))]
+    return ", ".join(counts) + (" (control)" if any(case.control for case in cases) else "")
+
+
+def _evidence(cases: Sequence[CaseResult], options: Options) -> str:
+    """On the simulator, how often each launch was held; on a real device a bound on the rate of a fixed stratum."""
+    thinnest = min(case.thinnest_plan() for case in cases)
+    if not any(case.repetitions for case in cases):
+        return "-"
+    if options.device == "sim":
+        held = all(case.singles_covered() == case.launches for case in cases)
+        return _times(thinnest) if held and thinnest else "not each"
+    if any(case.count(Verdict.RACE) for case in cases):
+        races = sum(case.count(Verdict.RACE) for case in cases)
+        return f"{races / sum(case.repetitions for case in cases):.1%} seen"
+    if not thinnest:
+        return "unknown"
+    return f"< {race_rate_bound(0, thinnest):.2%} a plan"
+
+
+def _times(least: int) -> str:
+    return "at least once" if least == 1 else f"at least {least:,} times"
+
+
+def conclusions(
+    results: Sequence[CaseResult], options: Options, loads: Sequence[Mapping[str, float]], elapsed_s: float
+) -> list[str]:
+    """The sentences below the table."""
+    total = sum(result.repetitions for result in results)
+    controls = [result for result in results if result.control is not None]
+    safe = [result for result in results if result.control is None and result.repetitions]
+    raced = [result for result in safe if result.count(Verdict.RACE)]
+    lines = [f"{counted(total, 'repetition')} in {elapsed_s:.0f} s ({total / max(elapsed_s, 1e-9):,.0f} a second)."]
+    if safe:
+        lines.append(
+            f"{len(safe) - len(raced)} of {len(safe)} safe cases never raced."
+            + (" " + _bound_sentence(safe, options) if not raced else "")
+        )
+    if controls:
+        seen = [result for result in controls if result.count(Verdict.RACE)]
+        aimed, aimed_seen = sum(c.aimed for c in controls), sum(c.aimed_seen for c in controls)
+        lines.append(
+            f"{len(seen)} of {len(controls)} controls were seen to race, in {aimed_seen:,} of the {aimed:,} "
+            "repetitions aimed at the racing access."
+        )
+    else:
+        lines.append("No control ran, so nothing shows that this run could have seen a race.")
+    inconclusive = sum(result.count(Verdict.INCONCLUSIVE) for result in results)
+    if inconclusive:
+        lines.append(f"{inconclusive:,} repetitions were inconclusive: their hold did not take effect.")
+    for load in loads:
+        achieved, alone = load["achieved_flops"], load["alone_flops"]
+        lines.append(
+            f"Load compute: {achieved / 1e12:.1f} TFLOP/s beside the cases, {alone / 1e12:.1f} alone "
+            f"({achieved / alone if alone else 0:.0%})."
+        )
+    return lines
+
+
+def _bound_sentence(safe: Sequence[CaseResult], options: Options) -> str:
+    thinnest = min(case.thinnest_plan() for case in safe)
+    if options.plan is not None:
+        return f"Every repetition ran under {options.plan}, so nothing else was tried."
+    if options.device == "sim":
+        if all(case.singles_covered() == case.launches for case in safe):
+            return (
+                f"Each launch was held alone {_times(thinnest)}, which covers every race of a single pair "
+                "of accesses; more repetitions add sets of held launches."
+            )
+        return "Not every launch was held: a whole cycle of plans takes more repetitions."
+    if not thinnest:
+        return ""
+    return (
+        f"Each plan ran {_times(thinnest)}: a race that it shows in {race_rate_bound(0, thinnest):.1%} of "
+        "repetitions or more would have been seen (one-sided 95 % Clopper-Pearson)."
+    )
