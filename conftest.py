@@ -1,0 +1,3 @@
+"""Registers the plugin; everything else is in ``harness/plugin.py``."""
+
+pytest_plugins = ["harness.plugin"]

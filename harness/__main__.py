@@ -1,0 +1,79 @@
+"""``python -m harness``: what is not pytest's business."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import harness
+from harness.errors import SidestreamError
+
+app = typer.Typer(
+    help="Sidestream, the suite and stress harness for streaming backward. The suite itself runs under pytest.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _announce(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "sim",
+    repetitions: Annotated[int, typer.Option(min=10, help="repetitions of each bench case")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Measure what one repetition costs, judge and result file included."""
+    from harness.backends.select import resolve
+    from harness.campaign.bench import measure
+
+    costs = measure(resolve(device), repetitions, _announce)
+    if as_json:
+        print(json.dumps(costs, indent=2))
+        return
+    table = Table(title="cost of one repetition, in microseconds")
+    for column in ("case", "launches", "repetitions", "median", "mean", "95th percentile"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for name, cost in costs.items():
+        keys = ("launches", "repetitions", "median_us", "mean_us", "p95_us")
+        table.add_row(name, *(f"{cost[key]:,}" for key in keys))
+    Console().print(table)
+
+
+@app.command()
+def build() -> None:
+    """Build the native extensions now; otherwise they are built at their first use."""
+    from harness.backends import simulator
+    from harness.observe import tap
+
+    for part in (simulator, tap):
+        print(part.build(_announce))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Sidestream and torch."""
+    import torch
+
+    print(f"sidestream {harness.__version__}, torch {torch.__version__}")
+
+
+def main() -> None:
+    """Run a command; our own errors are one sentence and an exit code."""
+    try:
+        app()
+    except SidestreamError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Runs pytest with the plugin on a suite written for the test, in a process of its own, as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent.parent
+
+SAFE = """
+def test_ordered(lab):
+    leaf, product = lab.product(2.0, 3.0)
+    seed = lab.poisoned(product)
+    with lab.stream("fill") as fill:
+        seed.fill_(5.0)
+    with lab.stream("ambient") as ambient:
+        ambient.wait_stream(fill)
+        product.backward(seed)
+        lab.observe(leaf.grad, 15.0)
+"""
+
+RACY = """
+def test_unordered(lab):
+    leaf, product = lab.product(2.0, 3.0)
+    seed = lab.poisoned(product)
+    with lab.stream("fill"):
+        seed.fill_(5.0)  # the fill
+    with lab.stream("ambient"):
+        product.backward(seed)  # the backward
+        lab.observe(leaf.grad, 15.0)  # the observation
+"""
+
+CONTROL = (
+    """
+import pytest
+
+@pytest.mark.control("Nothing orders the fill before the backward.", aim="fill")
+"""
+    + RACY
+)
+
+
+@dataclass
+class Ran:
+    """What a run of pytest printed and left."""
+
+    code: int
+    output: str
+    folder: Path
+
+
+@dataclass
+class Suite:
+    """A folder with one test file and the plugin."""
+
+    folder: Path
+
+    def write(self, source: str, name: str = "test_written.py") -> Path:
+        """Write the test file."""
+        path = self.folder / name
+        path.write_text(source)
+        return path
+
+    def command(self, *arguments: str) -> list[str]:
+        """The command line that runs the suite."""
+        return [sys.executable, "-m", "pytest", "--rootdir", str(self.folder), *arguments]
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        """The environment of that command."""
+        return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", **variables}
+
+    def run(self, *arguments: str, **variables: str) -> Ran:
+        """Run pytest on the suite, on the simulator unless the arguments name another device."""
+        device = () if "--device" in arguments else ("--device", "sim")
+        done = subprocess.run(
+            self.command(*device, *arguments),
+            cwd=self.folder,
+            env=self.environment(**variables),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+        )
+        return Ran(done.returncode, done.stdout, self.folder)
+
+
+def new_suite(folder: Path, source: str = SAFE) -> Suite:
+    """A suite in a folder, with one test file."""
+    suite = Suite(folder)
+    (folder / "conftest.py").write_text('pytest_plugins = ["harness.plugin"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers --strict-config\n")
+    suite.write(source)
+    return suite
