@@ -1,0 +1,123 @@
+"""Seed gradients: backward is ordered after whatever its ambient stream is ordered after, seeds included.
+
+The contract (https://docs.pytorch.org/docs/stable/notes/cuda.html, "Stream semantics of backward passes"): a backward
+call has the stream semantics of any other operation. A seed may be filled on any stream, as long as the stream that is
+current where backward is called (the ambient stream) is ordered after the fill; the engine then orders each backward
+node after the seed, on whatever stream that node runs (pytorch/pytorch#45787). And the gradients are ready for the
+ambient stream when backward returns, with no synchronization by the caller (pytorch/pytorch#57833, #60421).
+
+So every gradient here is observed on the ambient stream directly after backward.
+"""
+
+import pytest
+import torch
+
+
+def tensor_backward(roots, seeds, leaves):
+    for root, seed in zip(roots, seeds, strict=True):
+        root.backward(seed)
+    return [leaf.grad for leaf in leaves]
+
+
+def autograd_backward(roots, seeds, leaves):
+    torch.autograd.backward(roots, seeds)
+    return [leaf.grad for leaf in leaves]
+
+
+def autograd_grad(roots, seeds, leaves):
+    return torch.autograd.grad(roots, leaves, seeds)
+
+
+def wait_stream(ambient, fill):
+    ambient.wait_stream(fill)
+
+
+def wait_event(ambient, fill):
+    ambient.wait_event(fill.record_event())
+
+
+def stream_synchronize(ambient, fill):
+    fill.synchronize()
+
+
+def event_synchronize(ambient, fill):
+    fill.record_event().synchronize()
+
+
+every_entry = pytest.mark.parametrize("call", [tensor_backward, autograd_backward, autograd_grad])
+every_forward_stream = pytest.mark.parametrize("forward", ["default", "ambient", "forward"])
+one_root_and_several = pytest.mark.parametrize("root_count", [1, 3], ids=["one_root", "three_roots"])
+
+
+def products(lab, forward, root_count):
+    """Leaves of 2 and their products with 3, 4, ..., made on the forward stream and ready everywhere."""
+    with lab.stream(forward):
+        pairs = [lab.product(2.0, 3.0 + number) for number in range(root_count)]
+    return [leaf for leaf, _ in pairs], [product for _, product in pairs]
+
+
+@every_entry
+@every_forward_stream
+@one_root_and_several
+def test_implicit_seed_inside_a_side_stream(lab, call, forward, root_count):
+    """Backward makes the seed of a scalar root itself, on the ambient stream, and orders the first node after it."""
+    leaves, roots = products(lab, forward, root_count)
+    with lab.preparing(), lab.stream(forward):
+        losses = [root.sum() for root in roots]
+    with lab.stream("ambient"):
+        gradients = call(losses, [None] * root_count, leaves)
+        for number, gradient in enumerate(gradients):
+            lab.observe(gradient, 3.0 + number)
+
+
+@every_entry
+@every_forward_stream
+@one_root_and_several
+def test_seed_filled_and_used_in_one_side_stream(lab, call, forward, root_count):
+    """A seed filled on the ambient stream itself needs no wait by the caller."""
+    leaves, roots = products(lab, forward, root_count)
+    seeds = [lab.poisoned(root) for root in roots]
+    with lab.stream("ambient"):
+        for seed in seeds:
+            seed.fill_(5.0)
+        gradients = call(roots, seeds, leaves)
+        for number, gradient in enumerate(gradients):
+            lab.observe(gradient, 5.0 * (3.0 + number))
+
+
+@pytest.mark.parametrize("order", [wait_stream, wait_event, stream_synchronize, event_synchronize])
+@every_entry
+@every_forward_stream
+@one_root_and_several
+def test_seed_filled_on_another_stream_that_is_waited_for(lab, order, call, forward, root_count):
+    """A seed filled on one stream seeds a backward called on another, once that is ordered after the fill."""
+    leaves, roots = products(lab, forward, root_count)
+    seeds = [lab.poisoned(root) for root in roots]
+    with lab.stream("fill") as fill:
+        for seed in seeds:
+            seed.fill_(5.0)
+    with lab.stream("ambient") as ambient:
+        order(ambient, fill)
+        gradients = call(roots, seeds, leaves)
+        for number, gradient in enumerate(gradients):
+            lab.observe(gradient, 5.0 * (3.0 + number))
+
+
+@pytest.mark.control(
+    "A gradient that is populated on one stream and used by a backward called on another, unordered, is unsafe.",
+    aim="fill",
+)
+@every_entry
+@every_forward_stream
+@one_root_and_several
+def test_seed_filled_on_another_stream_without_a_wait(lab, call, forward, root_count):
+    """The same without the wait: backward may read the seed before it is filled."""
+    leaves, roots = products(lab, forward, root_count)
+    seeds = [lab.poisoned(root) for root in roots]
+    with lab.stream("fill"):
+        for seed in seeds:
+            seed.fill_(5.0)
+    with lab.stream("ambient"):
+        gradients = call(roots, seeds, leaves)
+        for number, gradient in enumerate(gradients):
+            lab.observe(gradient, 5.0 * (3.0 + number))
