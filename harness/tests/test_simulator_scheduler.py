@@ -137,6 +137,24 @@ def test_holds_are_released_in_the_order_given(native: ModuleType) -> None:
         assert value[0].item() == order[-1]
 
 
+def test_streams_that_wait_for_each_other_in_turn_lose_no_launch(native: ModuleType) -> None:
+    """Settling one wait settles the other stream, which leads back to the first: each launch still runs, once."""
+    here, there = streams(2)
+    with repetition(native, [(here, 0)]) as result:
+        with preparing(native):
+            sources = [filled(4, NAN) for _ in range(3)]
+            products = [filled(4, NAN) for _ in range(3)]
+        for source, product in zip(sources, products, strict=True):
+            with here:
+                source.fill_(2.0)
+            there.wait_stream(here)
+            with there:
+                product.copy_(source)
+            here.wait_stream(there)
+    assert result.outcomes == [("pending", None, 0)]
+    assert [tensor[0].item() for tensor in (*sources, *products)] == [2.0] * 6
+
+
 def test_a_hold_that_no_launch_met_is_missing(native: ModuleType) -> None:
     stream, unused = streams(2)
     with repetition(native, [(stream, 1), (unused, 0)]) as result, stream:
