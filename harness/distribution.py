@@ -191,11 +191,10 @@ class _Slices:
 
     def merged(self, nodeid: str) -> Iterator[Report]:
         """The reports of the case: one a phase, the worst, with the durations added up."""
-        for reports in (self.setups, self.calls, self.teardowns):
-            when = "setup" if reports is self.setups else "call" if reports is self.calls else "teardown"
-            result = self.result(nodeid)
-            text = outcome_of(result).text
-            set_up = all(report.passed for report in self.setups)
+        result = self.result(nodeid)
+        text = outcome_of(result).text
+        set_up = all(report.passed for report in self.setups)
+        for when, reports in (("setup", self.setups), ("call", self.calls), ("teardown", self.teardowns)):
             if when == "call" and not set_up and text is None:
                 continue
             if not reports and not (when == "call" and self.recovered):

@@ -25,6 +25,7 @@ from harness.exit_codes import ExitCode
 from harness.perturb.plan import Plan
 
 if TYPE_CHECKING:
+    from harness.backends.select import Backend
     from harness.campaign.case import Control
     from harness.campaign.lab import Lab
     from harness.campaign.result import CaseResult
@@ -70,6 +71,7 @@ class Run:
             from harness.campaign.session import Session
 
             self._session = Session(self.options, announce=_announce)
+            self.device = describe(self._session.backend)
         return self._session
 
     def writer(self) -> ResultWriter:
@@ -117,6 +119,11 @@ class Run:
 
 RUN = pytest.StashKey[Run]()
 RESULT = pytest.StashKey["CaseResult"]()
+
+
+def describe(backend: Backend) -> str:
+    """The device in a few words, for the header and for failures."""
+    return ", ".join(backend.describe().values())
 
 
 def header(run: Run) -> dict[str, Any]:
@@ -212,7 +219,7 @@ def _main_run(config: pytest.Config) -> Run:
             f"--hold-ms {option.hold_ms:g} holds nothing: give milliseconds from above 0 to 100,000, or leave it out."
         )
     from harness.backends import hardware_queues, visible_devices
-    from harness.perturb.load import parse_loads
+    from harness.perturb.load import parse_loads, require_real_device
 
     loads = tuple(parse_loads(option.load)) if option.load is not None else ()
     hardware_queues.use_all(os.environ)
@@ -220,11 +227,8 @@ def _main_run(config: pytest.Config) -> Run:
     from harness.backends.select import resolve
 
     device = resolve(option.device)
-    if loads and device == "sim":
-        raise UsageError(
-            f"--load {option.load} needs a real device: on the simulator nothing competes for time, and the plans "
-            "already decide what runs late. Leave --load out, or use --device cuda."
-        )
+    if loads:
+        require_real_device(device)
     options = Options(
         device=device,
         seed=option.seed,
@@ -268,7 +272,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from harness.backends.select import open_backend
         from harness.campaign.store import new_run_directory, use_run_directory
 
-        run.device = ", ".join(open_backend(run.options.device, _announce).describe().values())
+        run.device = describe(open_backend(run.options.device, _announce))
         chosen = config.option.results
         run.directory = use_run_directory(Path(chosen)) if chosen else new_run_directory(config.rootpath)
         run.started = time.monotonic()
@@ -437,15 +441,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     result = run.result(nodeid) if slices == 1 else CaseResult(nodeid)
     result.control = case.control.reason if case.control else None
     pyfuncitem.stash[RESULT] = result
-    backend = run.session().backend
-    device = ", ".join(backend.describe().values())
     try:
         case.run(
             numbers,
             result,
             run.writer(),
             run.watchdog(),
-            describe=lambda case, repetition: describe_failure(case, repetition, run.options, device),
+            describe=lambda case, repetition: describe_failure(case, repetition, run.options, run.device),
             progress=run.progress.repetition if run.progress is not None else lambda: None,
         )
     except InfrastructureError as error:

@@ -188,7 +188,7 @@ class Case:
         result.launches = len(order)
         result.oracles = 2 if self._session.simulated else 1
         result.cycle_length = cycle_length(len(order)) if options.plan is None else 0
-        for number in numbers(cycle_length(len(order)) if options.plan is None else 1):
+        for number in numbers(result.cycle_length or 1):
             plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)
             self._running = number, plan
             writer.in_flight(self.nodeid, number, str(plan))

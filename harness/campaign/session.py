@@ -12,7 +12,6 @@ from harness.backends.select import Backend, SimulatedBackend, open_backend
 from harness.campaign.lab import Lab, StreamPool
 from harness.campaign.options import Options
 from harness.campaign.turns import Turns
-from harness.errors import UsageError
 from harness.observe.instrument import Instrument
 from harness.observe.streams import StreamNames
 from harness.perturb.hold import HoldLength
@@ -61,11 +60,6 @@ class Session:
         return tap.install(self.backend.device.type, announce)
 
     def _start_load(self) -> None:
-        if self.simulated:
-            raise UsageError(
-                f"--load {','.join(self.options.loads)} needs a real device: on the simulator nothing competes for "
-                "time, and the plans already decide what runs late. Leave --load out, or use --device cuda."
-            )
         from harness.perturb.load.compute import ComputeLoad
 
         self._load = ComputeLoad(self.backend.device, self._native)

@@ -21,3 +21,16 @@ def parse_loads(text: str) -> list[str]:
         valid = "; ".join(f"{name} ({effect})" for name, effect in DIMENSIONS.items())
         raise UsageError(f"--load {text!r}: {what}. Dimensions of load: {valid}.")
     return names
+
+
+def require_real_device(device_type: str) -> None:
+    """Refuse a load on the simulator.
+
+    Raises:
+        UsageError: the device is simulated.
+    """
+    if device_type == "sim":
+        raise UsageError(
+            "--load compute needs a real device: simulated time has nothing to compete for, and the plans already "
+            "decide what runs late. Leave --load out, or use --device cuda."
+        )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from harness.errors import InfrastructureError, UsageError
+from harness.perturb.load import require_real_device
 
 BATCH_MS = 2.0
 """How long a batch of multiplications runs; what a case's kernel waits for at most, where the load fills the chip."""
@@ -46,8 +47,7 @@ class ComputeLoad:
         Raises:
             UsageError: the device is no real one.
         """
-        if device.type == "sim":
-            raise UsageError("--load compute needs a real device: simulated time has nothing to compete for.")
+        require_real_device(device.type)
         if device.type != "cuda":
             raise UsageError(f"--load compute runs on CUDA and ROCm devices, not on {device.type}.")
         self.device = device
