@@ -38,11 +38,16 @@ class Session:
         self._cycles_per_ms = 0.0
         self._load: Any = None
         self._warm_up()
-        if not self.simulated:
-            self._cycles_per_ms = self.backend.calibrate_sleep_cycles_per_ms()  # type: ignore[attr-defined]
-        if options.loads:
-            self._start_load()
         self.turns = self._open_turns()
+        # In a turn, since what is measured here is measured wrong while other workers use the GPU.
+        try:
+            with self.turns.turn():
+                if not self.simulated:
+                    self._cycles_per_ms = self.backend.calibrate_sleep_cycles_per_ms()  # type: ignore[attr-defined]
+                if options.loads:
+                    self._load = self._start_load()
+        finally:
+            self.turns.end()
         self._pool = StreamPool(self.backend.device.type, self._load.stream_ids if self._load else ())
 
     def _warm_up(self) -> None:
@@ -59,22 +64,31 @@ class Session:
 
         return tap.install(self.backend.device.type, announce)
 
-    def _start_load(self) -> None:
+    def _start_load(self) -> Any:
         from harness.perturb.load.compute import ComputeLoad
 
-        self._load = ComputeLoad(self.backend.device, self._native)
-        self._load.start()
+        load = ComputeLoad(self.backend.device, self._native)
+        load.start()
+        return load
 
     def _open_turns(self) -> Turns:
         if self.options.turns is None:
             return Turns(None)
-        if self._load is None:
-            return Turns(Path(self.options.turns))
         # Between turns the load rests as well. It takes milliseconds to fill its queue, so its turns are longer.
-        self._load.pause()
         return Turns(
-            Path(self.options.turns), length_s=_LOADED_TURN_S, on_begin=self._load.resume, on_end=self._load.pause
+            Path(self.options.turns),
+            length_s=_LOADED_TURN_S if self.options.loads else 0.0,
+            on_begin=self._resume_load,
+            on_end=self._pause_load,
         )
+
+    def _resume_load(self) -> None:
+        if self._load is not None:
+            self._load.resume()
+
+    def _pause_load(self) -> None:
+        if self._load is not None:
+            self._load.pause()
 
     def lab(self) -> Lab:
         """A new lab, for one case."""

@@ -126,7 +126,8 @@ def conclusions(
         lines.append("No control ran, so nothing shows that this run could have seen a race.")
     inconclusive = sum(result.count(Verdict.INCONCLUSIVE) for result in results)
     if inconclusive:
-        lines.append(f"{inconclusive:,} repetitions were inconclusive: their hold did not take effect.")
+        verb = "was" if inconclusive == 1 else "were"
+        lines.append(f"{counted(inconclusive, 'repetition')} {verb} inconclusive: a hold did not take effect.")
     for load in loads:
         achieved, alone = load["achieved_flops"], load["alone_flops"]
         lines.append(

@@ -17,13 +17,14 @@ from harness.campaign.lab import ELEMENTS, Lab, StreamPool
 from harness.campaign.options import Options
 from harness.campaign.repetition import run_repetition
 from harness.campaign.session import Session
-from harness.errors import UsageError
+from harness.errors import InfrastructureError, UsageError
 from harness.judge.values import compare
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
 from harness.observe.trace import Allocate, Free, Launch
 from harness.perturb.plan import LaunchId, Plan
 from harness.tests.simulator_support import registered
+from harness.tests.test_turns import is_free
 
 
 @pytest.fixture
@@ -478,6 +479,50 @@ def test_a_control_with_the_wrong_aim_is_a_case_error(session, own_lab, aim, sen
 def test_a_load_on_the_simulator_is_a_usage_error():
     with pytest.raises(UsageError, match="--load compute needs a real device"):
         Session(Options(loads=("compute",)))
+
+
+def test_the_load_is_measured_in_a_turn_and_rests_when_the_turn_has_ended(tmp_path, monkeypatch):
+    path = tmp_path / "gpu.turns"
+    seen = []
+
+    class Load:
+        stream_ids = ()
+
+        def note(self, what):
+            seen.append((what, "free" if is_free(path) else "taken"))
+
+        def pause(self):
+            self.note("rests")
+
+        def resume(self):
+            self.note("runs")
+
+        def stop(self):
+            self.note("stops")
+
+    def start(session):
+        load = Load()
+        load.note("is measured")
+        return load
+
+    monkeypatch.setattr(Session, "_start_load", start)
+    session = Session(Options(loads=("compute",), turns=str(path)))
+    assert seen == [("is measured", "taken"), ("rests", "taken")]
+    assert is_free(path)
+    with session.turns.turn():
+        assert seen[2:] == [("runs", "taken")]
+    session.close()
+    assert seen[3:] == [("rests", "taken"), ("stops", "free")]
+
+
+def test_a_load_that_cannot_start_leaves_the_turn_to_the_others(tmp_path, monkeypatch):
+    def fail(session):
+        raise InfrastructureError("The compute load cannot run.")
+
+    monkeypatch.setattr(Session, "_start_load", fail)
+    with pytest.raises(InfrastructureError):
+        Session(Options(loads=("compute",), turns=str(tmp_path / "gpu.turns")))
+    assert is_free(tmp_path / "gpu.turns")
 
 
 @pytest.mark.parametrize(("given_ms", "length", "fixed"), [(None, 4.0, False), (20.0, 20.0, True)])

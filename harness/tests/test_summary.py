@@ -117,8 +117,9 @@ def test_a_case_that_never_ran_is_no_safe_case():
 
 def test_inconclusive_repetitions_are_admitted():
     assert sentences(case(inconclusive=1500), case(inconclusive=2))[-1] == (
-        "1,502 repetitions were inconclusive: their hold did not take effect."
+        "1,502 repetitions were inconclusive: a hold did not take effect."
     )
+    assert sentences(case(inconclusive=1))[-1] == "1 repetition was inconclusive: a hold did not take effect."
     assert not any("inconclusive" in sentence for sentence in sentences(case()))
 
 
