@@ -1,0 +1,30 @@
+"""The device that the conformance tests run on: the one that ``--device`` names."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from harness.plugin import RUN
+from harness.tests.device.accelerator import Accelerator
+
+# CUDA loads a kernel when it is first used, and that can wait for the device (CUDA Programming Guide, "Lazy Loading").
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+@pytest.fixture(scope="session")
+def accelerator(request: pytest.FixtureRequest) -> Accelerator:
+    """The device under test."""
+    name = request.config.stash[RUN].options.device
+    if name != "sim" and torch._C._get_privateuse1_backend_name() != "privateuseone":
+        pytest.skip("not covered: this process has the simulator as its accelerator; run harness/tests/device alone")
+    return Accelerator(name)
+
+
+@pytest.fixture
+def two_devices(accelerator: Accelerator) -> None:
+    """For tests that need two devices."""
+    if accelerator.device_count < 2:
+        pytest.skip("not covered: needs two devices")
