@@ -1,85 +1,21 @@
 #include "device_hooks.h"
 
 #include "allocator.h"
+#include "pinned_memory.h"
 #include "scheduler.h"
 #include "streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <vector>
 #include <utility>
 
 namespace sidestream {
 namespace {
-
-// Host memory that asynchronous copies read when they run, not when they are enqueued.
-class PinnedAllocator final : public c10::Allocator {
- public:
-  static PinnedAllocator& get() {
-    static auto& allocator = *new PinnedAllocator();
-    return allocator;
-  }
-
-  c10::DataPtr allocate(size_t size_bytes) override {
-    auto memory = c10::GetCPUAllocator()->allocate(size_bytes);
-    void* start = memory.get();
-    if (!start) {
-      return memory;
-    }
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      live_.insert_or_assign(start, Live{size_bytes, std::move(memory)});
-    }
-    return {start, start, &PinnedAllocator::free, c10::Device(c10::kCPU)};
-  }
-
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &PinnedAllocator::free;
-  }
-
-  void copy_data(void* destination, const void* source, std::size_t count) const override {
-    std::memcpy(destination, source, count);
-  }
-
-  bool owns(const void* pointer) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto next = live_.upper_bound(pointer);
-    if (next == live_.begin()) {
-      return false;
-    }
-    const auto& [start, live] = *std::prev(next);
-    return static_cast<const char*>(pointer) < static_cast<const char*>(start) + live.size_bytes;
-  }
-
- private:
-  struct Live {
-    size_t size_bytes;
-    c10::DataPtr memory;
-  };
-
-  static void free(void* start) {
-    Live freed;
-    {
-      auto& self = get();
-      std::lock_guard<std::mutex> lock(self.mutex_);
-      auto found = self.live_.find(start);
-      if (found == self.live_.end()) {
-        return;
-      }
-      freed = std::move(found->second);
-      self.live_.erase(found);
-    }
-  }
-
-  std::mutex mutex_;
-  std::map<const void*, Live> live_;
-};
 
 // A generator of a simulated device: PyTorch's CPU generator, from which each launch draws its seed when it is enqueued.
 class DeviceGenerator final : public c10::GeneratorImpl {
@@ -122,7 +58,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return exchange_device(device); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchange_device(device); }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedAllocator::get(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
 
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
@@ -149,10 +85,6 @@ struct CopyBytes final : Work {
 
 void register_device_hooks() {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-}
-
-bool is_pinned(const void* pointer) {
-  return PinnedAllocator::get().owns(pointer);
 }
 
 void resize_storage(const c10::Storage& storage, size_t size_bytes) {

@@ -1,4 +1,4 @@
-// What PyTorch asks of an accelerator beside streams: whether it is there, pinned memory, generators, resizing of storages.
+// What PyTorch asks of an accelerator beside streams: whether it is there, generators, resizing of storages.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -12,7 +12,6 @@
 namespace sidestream {
 
 void register_device_hooks();
-bool is_pinned(const void* pointer);
 
 // Gives a storage new memory of the given size and copies what fits, in order with the current stream, as CUDA's does.
 void resize_storage(const c10::Storage& storage, size_t size_bytes);
