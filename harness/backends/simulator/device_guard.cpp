@@ -11,8 +11,6 @@
 #define SIDESTREAM_HAS_DEVICE_CAPABILITY 1
 #endif
 
-#include <chrono>
-
 namespace sidestream {
 namespace {
 
@@ -105,14 +103,17 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     }
   }
 
-  // Milliseconds between the moments at which this host ran the streams up to the two recordings.
+  // Milliseconds between the moments at which the streams came to the two recordings: on the schedule's clock if it has one, else
+  // on this host's.
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start && end, "Both events must be recorded before the time between them can be asked for.");
     const auto& first = *recording_of(start);
     const auto& second = *recording_of(end);
     TORCH_CHECK(
         first.complete && second.complete, "Both events must be complete before the time between them can be asked for.");
-    return std::chrono::duration<double, std::milli>(second.completed_at - first.completed_at).count();
+    TORCH_CHECK(
+        first.schedule == second.schedule, "The two events were recorded under different schedules, which share no clock.");
+    return (second.completed_us - first.completed_us) / 1e3;
   }
 
   c10::DeviceIndex deviceCount() const noexcept override {

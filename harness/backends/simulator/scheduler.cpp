@@ -3,6 +3,7 @@
 #include "allocator.h"
 #include "python_frames.h"
 #include "streams.h"
+#include "submission_order.h"
 
 #include <c10/util/Exception.h>
 
@@ -16,6 +17,8 @@ namespace {
 
 // A host that polls an event or a stream this often is waiting for it. On a device it would see it complete in time.
 constexpr int kPatience = 1000;
+
+thread_local int kernels_of_this_thread = 0;
 
 [[noreturn]] void throw_with_launch(const Stream& stream, const Task& task, const std::string& what) {
   TORCH_CHECK(
@@ -33,7 +36,8 @@ Scheduler& Scheduler::get() {
   return scheduler;
 }
 
-Scheduler::Scheduler() : streams_(kDevices * kStreamsOfDevice), changed_(new Changed()) {
+Scheduler::Scheduler()
+    : streams_(kDevices * kStreamsOfDevice), schedule_(new SubmissionOrder()), changed_(new Changed()) {
   for (size_t i = 0; i < streams_.size(); i++) {
     streams_[i].device = static_cast<c10::DeviceIndex>(i / kStreamsOfDevice);
     streams_[i].id = static_cast<int64_t>(i % kStreamsOfDevice);
@@ -47,6 +51,15 @@ Stream& Scheduler::stream(c10::DeviceIndex device, int64_t id) {
 
 bool Scheduler::runs_elsewhere(const Stream& stream) const {
   return stream.running && stream.runner != std::this_thread::get_id();
+}
+
+bool Scheduler::kernels_run_elsewhere() const {
+  return running_ > kernels_of_this_thread;
+}
+
+bool Scheduler::schedules_launches() const {
+  // Preparations are no part of what is scheduled, and what a kernel enqueues belongs to it.
+  return !runs_at_once_ && (counting_ || !in_repetition_) && kernels_of_this_thread == 0;
 }
 
 void Scheduler::wait_for_change(Lock& lock) {
@@ -68,8 +81,7 @@ void Scheduler::settle(Stream& stream) {
       return;
     }
     if (front.kind == Task::kRecord) {
-      front.recording->complete = true;
-      front.recording->completed_at = std::chrono::steady_clock::now();
+      complete(*front.recording);
     } else {
       auto recording = front.recording;
       if (!settled(*recording)) {
@@ -79,9 +91,15 @@ void Scheduler::settle(Stream& stream) {
       if (stream.tasks.empty() || stream.tasks.front().recording != recording) {
         continue;
       }
+      schedule_->waited(stream, *recording);
     }
     stream.tasks.pop_front();
   }
+}
+
+void Scheduler::complete(Recording& recording) {
+  recording.complete = true;
+  schedule_->recorded(recording);
 }
 
 bool Scheduler::settled(Recording& recording) {
@@ -116,6 +134,7 @@ void Scheduler::run(Lock& lock, Stream& stream, Task task, bool deferred) {
   stream.runner = std::this_thread::get_id();
   stream.running_turn = task.turn;
   running_++;
+  kernels_of_this_thread++;
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -133,6 +152,7 @@ void Scheduler::run(Lock& lock, Stream& stream, Task task, bool deferred) {
   }
   task.work.reset();
   lock.lock();
+  kernels_of_this_thread--;
   running_--;
   stream.running = nested;
   stream.running_turn = outer_turn;
@@ -153,7 +173,7 @@ void Scheduler::submit(Stream& stream, Launch launch) {
   int hold = -1;
   bool deferred = false;
   while (true) {
-    if (runs_elsewhere(stream) || (serial_ && running_ > 0 && !stream.running)) {
+    if (runs_elsewhere(stream) || ((serial_ || !runs_at_once_) && kernels_run_elsewhere())) {
       wait_for_change(lock);
       continue;
     }
@@ -166,7 +186,7 @@ void Scheduler::submit(Stream& stream, Launch launch) {
       }
     }
     settle(stream);
-    deferred = hold >= 0 || !stream.tasks.empty();
+    deferred = hold >= 0 || !stream.tasks.empty() || schedules_launches();
     if (deferred && !staged && launch.work) {
       lock.unlock();
       launch.work->stage();
@@ -194,7 +214,14 @@ void Scheduler::submit(Stream& stream, Launch launch) {
     run(lock, stream, std::move(task), false);
     return;
   }
+  task.issued_us = schedule_->host_us();
+  if (!schedules_launches()) {
+    enqueue(stream, std::move(task));
+    return;
+  }
+  schedule_->enqueued(stream, task, launch);
   enqueue(stream, std::move(task));
+  advance(lock);
 }
 
 RecordingPointer Scheduler::record(Stream& stream) {
@@ -207,6 +234,8 @@ RecordingPointer Scheduler::record_locked(Stream& stream) {
   recording->stream = &stream;
   recording->repetition = repetition_;
   recording->number = counting_ ? ++events_ : 0;
+  recording->schedule = schedules_;
+  recording->completed_us = schedule_->host_us();
   if (counting_) {
     TraceEntry entry{TraceEntry::kRecord};
     entry.device = stream.device;
@@ -216,8 +245,7 @@ RecordingPointer Scheduler::record_locked(Stream& stream) {
   }
   settle(stream);
   if (stream.tasks.empty() && !stream.running) {
-    recording->complete = true;
-    recording->completed_at = std::chrono::steady_clock::now();
+    complete(*recording);
   } else {
     enqueue(stream, Task{Task::kRecord, ++turns_, nullptr, -1, nullptr, recording});
   }
@@ -257,13 +285,47 @@ void Scheduler::force_front(Lock& lock, Stream& stream, const Caller* forced_by)
     }
     current = front.recording->stream;
   }
-  Task task = std::move(current->tasks.front());
-  current->tasks.pop_front();
+  run_front(lock, *current, forced_by);
+}
+
+void Scheduler::run_front(Lock& lock, Stream& stream, const Caller* forced_by) {
+  Task task = std::move(stream.tasks.front());
+  stream.tasks.pop_front();
   if (task.hold >= 0 && forced_by && in_repetition_) {
     holds[task.hold].state = Hold::kForced;
     holds[task.hold].forced_by = *forced_by;
   }
-  run(lock, *current, std::move(task), true);
+  schedule_->starts(stream, task);
+  if (!runs_at_once_ && in_repetition_ && task.index >= 0) {
+    executed.push_back({stream.device, stream.id, task.index, schedule_->completed_us(stream)});
+  }
+  run(lock, stream, std::move(task), true);
+}
+
+bool Scheduler::step(Lock& lock, bool host_waits) {
+  if (kernels_run_elsewhere()) {
+    wait_for_change(lock);
+    return true;
+  }
+  auto* chosen = choose(host_waits);
+  if (!chosen) {
+    return false;
+  }
+  run_front(lock, *chosen, nullptr);
+  return true;
+}
+
+void Scheduler::advance(Lock& lock) {
+  while (schedules_launches() && step(lock, false)) {
+  }
+}
+
+void Scheduler::step_towards(Lock& lock, Stream& stream, const Caller& forced_by) {
+  if (runs_at_once_ || kernels_of_this_thread > 0) {
+    force_front(lock, stream, &forced_by);
+  } else {
+    TORCH_INTERNAL_ASSERT(step(lock, true), "A host waits, and nothing can run (scheduler.h, invariant 5).");
+  }
 }
 
 void Scheduler::force_stream(Lock& lock, Stream& stream, uint64_t last_turn, const Caller& forced_by) {
@@ -273,7 +335,7 @@ void Scheduler::force_stream(Lock& lock, Stream& stream, uint64_t last_turn, con
     if (!running && (stream.tasks.empty() || stream.tasks.front().turn > last_turn)) {
       return;
     }
-    force_front(lock, stream, &forced_by);
+    step_towards(lock, stream, forced_by);
   }
 }
 
@@ -291,6 +353,7 @@ void Scheduler::synchronize_stream(Stream& stream) {
     trace.add(entry);
   }
   force_stream(lock, stream, turns_, caller);
+  advance(lock);
 }
 
 void Scheduler::synchronize_recording(const RecordingPointer& recording) {
@@ -302,8 +365,9 @@ void Scheduler::synchronize_recording(const RecordingPointer& recording) {
     trace.add(entry);
   }
   while (!settled(*recording)) {
-    force_front(lock, *recording->stream, &caller);
+    step_towards(lock, *recording->stream, caller);
   }
+  advance(lock);
 }
 
 void Scheduler::synchronize_device(c10::DeviceIndex device) {
@@ -337,18 +401,27 @@ void Scheduler::synchronize_device(c10::DeviceIndex device) {
       }
     }
     if (!oldest) {
+      advance(lock);
       return;
     }
-    force_front(lock, *oldest, &caller);
+    step_towards(lock, *oldest, caller);
   }
+}
+
+void Scheduler::ask(Lock& lock) {
+  if (schedules_launches()) {
+    schedule_->asked();
+  }
+  advance(lock);
 }
 
 bool Scheduler::query_stream(Stream& stream) {
   Caller caller = describe_sync();
   Lock lock(mutex);
+  ask(lock);
   settle(stream);
   bool complete = stream.tasks.empty() && !stream.running;
-  if (!complete && ++stream.queries > kPatience) {
+  if (!complete && ++stream.queries > kPatience && !schedule_->moves_when_asked()) {
     force_stream(lock, stream, turns_, caller);
     complete = true;
   }
@@ -367,12 +440,13 @@ bool Scheduler::query_stream(Stream& stream) {
 bool Scheduler::query_recording(const RecordingPointer& recording) {
   Caller caller = describe_sync();
   Lock lock(mutex);
+  ask(lock);
   if (!settled(*recording)) {
-    if (++recording->queries <= kPatience) {
+    if (++recording->queries <= kPatience || schedule_->moves_when_asked()) {
       return false;
     }
     while (!settled(*recording)) {
-      force_front(lock, *recording->stream, &caller);
+      step_towards(lock, *recording->stream, caller);
     }
   }
   if (counting_ && recording->number > 0 && recording->repetition == repetition_) {
@@ -397,14 +471,12 @@ void Scheduler::begin_repetition(
     stream(static_cast<c10::DeviceIndex>(device), id);
     checked.push_back(Hold{static_cast<c10::DeviceIndex>(device), id, index});
   }
-  while (has_pending_work()) {
-    if (auto* runnable = first_runnable()) {
-      force_front(lock, *runnable, nullptr);
-    } else {
-      wait_for_change(lock);
-    }
-  }
-  forget_pending();
+  TORCH_CHECK(
+      runs_at_once_ || (checked.empty() && !serial),
+      "Holds, and running one launch after another, need the schedule that runs launches in submission order.");
+  complete_pending(lock);
+  schedule_->restart();
+  executed.clear();
   for (auto& stream : streams_) {
     stream.launches = 0;
     stream.queries = 0;
@@ -429,21 +501,46 @@ void Scheduler::set_preparing(bool preparing) {
   counting_ = !preparing;
 }
 
-// The runnable front that was submitted first: a launch that is not held, or one whose hold has been released.
-Stream* Scheduler::first_runnable() {
-  Stream* first = nullptr;
-  for (auto* stream : pending_) {
-    settle(*stream);
-    if (stream->running || stream->tasks.empty()) {
-      continue;
-    }
-    const auto& front = stream->tasks.front();
-    bool held = front.hold >= 0 && in_repetition_ && !holds[front.hold].released;
-    if (front.kind == Task::kLaunch && !held && (!first || front.turn < first->tasks.front().turn)) {
-      first = stream;
+void Scheduler::complete_pending(Lock& lock) {
+  while (has_pending_work()) {
+    if (auto* chosen = choose(true)) {
+      run_front(lock, *chosen, nullptr);
+    } else {
+      wait_for_change(lock);
     }
   }
-  return first;
+  forget_pending();
+}
+
+void Scheduler::set_schedule(std::unique_ptr<Schedule> schedule) {
+  Lock lock(mutex);
+  TORCH_CHECK(!in_repetition_, "A repetition is running; call finish_repetition before setting another schedule.");
+  complete_pending(lock);
+  schedule_ = std::move(schedule);
+  schedule_->restart();
+  schedules_++;
+  runs_at_once_ = schedule_->runs_at_once();
+  executed.clear();
+}
+
+// Among the fronts that are launches, and not held or held no more, the schedule's choice; null if there is none, or another
+// thread runs a kernel and only one may run.
+Stream* Scheduler::choose(bool host_waits) {
+  if (!runs_at_once_ && kernels_run_elsewhere()) {
+    return nullptr;
+  }
+  ready_.clear();
+  for (auto* stream : pending_) {
+    settle(*stream);
+    if (stream->running || stream->tasks.empty() || stream->tasks.front().kind != Task::kLaunch) {
+      continue;
+    }
+    int hold = stream->tasks.front().hold;
+    if (hold < 0 || !in_repetition_ || holds[hold].released) {
+      ready_.push_back(stream);
+    }
+  }
+  return ready_.empty() ? nullptr : schedule_->next(ready_, host_waits);
 }
 
 void Scheduler::finish_repetition() {
@@ -453,9 +550,9 @@ void Scheduler::finish_repetition() {
   serial_ = false;
   std::exception_ptr error;
   auto run_what_is_runnable = [&] {
-    while (auto* runnable = first_runnable()) {
+    while (auto* chosen = choose(true)) {
       try {
-        force_front(lock, *runnable, nullptr);
+        run_front(lock, *chosen, nullptr);
       } catch (...) {
         if (!error) {
           error = std::current_exception();

@@ -1,14 +1,18 @@
-// The scheduler: which launch runs when. Submission order, except for held launches.
+// The scheduler: the queues of the streams, and what must hold of them whatever the order. Which launch runs when is asked of a
+// schedule (schedule.h).
 //
 // A stream is a queue of tasks: launches, recordings and waits. Nothing runs by itself; tasks run on the thread of whoever
 // enqueues them or waits for them.
 //
 // Invariants
 //  1. A stream's launches run one at a time and in the order in which they were enqueued.
-//  2. A launch that is not held runs inside `submit` if its stream has nothing pending. Otherwise it is queued.
-//  3. A queued launch runs only when a host synchronization needs it (`synchronize_*`), or in `finish_repetition`. Then only
-//     what the synchronization needs is run: the launch's own stream up to it, and through incomplete waits, the streams that
-//     recorded what is waited for, up to the recording.
+//  2. Under a schedule that runs launches at once, a launch that is not held runs inside `submit` if its stream has nothing
+//     pending. Otherwise it is queued. Under other schedules every launch is queued, but those that prepare inputs.
+//  3. Under a schedule that runs launches at once, a queued launch runs only when a host synchronization needs it
+//     (`synchronize_*`), or in `finish_repetition`. Then only what the synchronization needs is run: the launch's own stream up
+//     to it, and through incomplete waits, the streams that recorded what is waited for, up to the recording. Under other
+//     schedules, the schedule chooses step after step among all launches that may run, after each launch that the host enqueues
+//     and until what a host synchronization waits for is complete; one kernel runs at a time.
 //  4. Recordings and waits cost nothing: at the front of an idle stream's queue a recording is complete, and a wait for a
 //     complete recording is gone (`settle`). So the front is a launch, or a wait for an incomplete recording.
 //  5. A wait binds to the recording that the event had when the wait was enqueued, which is older than the wait. Following
@@ -19,13 +23,13 @@
 #pragma once
 
 #include "caller.h"
+#include "schedule.h"
 #include "trace.h"
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -46,7 +50,8 @@ struct Recording {
   uint64_t repetition;
   bool complete = false;
   int queries = 0; // that found it incomplete
-  std::chrono::steady_clock::time_point completed_at = {};
+  uint64_t schedule; // whose clock it was made on
+  double completed_us = 0; // on that clock; while incomplete, the time at which it was enqueued
 };
 using RecordingPointer = std::shared_ptr<Recording>;
 
@@ -83,6 +88,16 @@ struct Task {
   std::unique_ptr<Work> work;
   RecordingPointer recording;
   int hold = -1; // number of the hold that keeps it
+  double issued_us = 0; // when it was enqueued, and how long it takes, on the schedule's clock
+  double duration_us = 0;
+};
+
+// A queued launch that has run, in the order in which they ran.
+struct Executed {
+  c10::DeviceIndex device;
+  int64_t stream;
+  int64_t index;
+  double completed_us; // on the schedule's clock
 };
 
 struct Stream {
@@ -125,6 +140,11 @@ class Scheduler {
   void finish_repetition();
   bool in_repetition() const { return in_repetition_; }
 
+  // From here on this schedule decides; what is pending completes first, under the last one. Not in a repetition.
+  void set_schedule(std::unique_ptr<Schedule> schedule);
+  // For readers between repetitions, as the trace.
+  const Schedule& schedule() const { return *schedule_; }
+
   // For the allocator and for callers that hold the lock.
   std::mutex mutex;
   bool traces() const { return counting_; }
@@ -136,24 +156,42 @@ class Scheduler {
 
   Trace trace;
   std::vector<Hold> holds;
+  std::vector<Executed> executed; // in this repetition, unless the schedule runs launches at once
 
  private:
   Scheduler();
 
   void wait_for_change(Lock& lock);
   bool runs_elsewhere(const Stream& stream) const;
+  bool kernels_run_elsewhere() const;
+  // Whether the schedule decides when a launch that is enqueued now runs.
+  bool schedules_launches() const;
   void settle(Stream& stream);
   void enqueue(Stream& stream, Task task);
   void forget_pending();
   // Runs one launch that the stream's front needs, or waits for a thread that is running one.
   void force_front(Lock& lock, Stream& stream, const Caller* forced_by);
   void force_stream(Lock& lock, Stream& stream, uint64_t last_turn, const Caller& forced_by);
+  // Lets the schedule make one step; says whether it was one, and not that the host goes on.
+  bool step(Lock& lock, bool host_waits);
+  // The steps that the schedule makes before the host goes on.
+  void advance(Lock& lock);
+  void ask(Lock& lock);
+  // One step of a host that waits for what the front of the stream needs.
+  void step_towards(Lock& lock, Stream& stream, const Caller& forced_by);
+  void run_front(Lock& lock, Stream& stream, const Caller* forced_by);
   void run(Lock& lock, Stream& stream, Task task, bool deferred);
-  Stream* first_runnable();
+  void complete_pending(Lock& lock);
+  void complete(Recording& recording);
+  Stream* choose(bool host_waits);
   Caller describe_sync();
 
   std::vector<Stream> streams_; // never resized
   std::vector<Stream*> pending_; // the streams that may have tasks
+  std::vector<Stream*> ready_; // scratch of `choose`
+  std::unique_ptr<Schedule> schedule_;
+  uint64_t schedules_ = 0; // set so far
+  bool runs_at_once_ = true; // what the schedule says
   std::atomic<bool> counting_{false}; // in a repetition and not preparing
   std::atomic<bool> in_repetition_{false};
   bool serial_ = false;
