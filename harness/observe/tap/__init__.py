@@ -24,9 +24,23 @@ from typing import Any
 from harness.backends import extension
 from harness.errors import InfrastructureError
 
+_EXTENSION_NAME = "sidestream_tap"
+_TITLE = "tap"
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 
 _installed: tuple[str, Any] | None = None
+
+
+def build(announce: Callable[[str], None] | None = None) -> Path:
+    """The compiled extension, built if the cache does not have it.
+
+    Args:
+        announce: receives progress sentences while it builds.
+
+    Raises:
+        UsageError: it cannot be built here; the sentence says what is missing.
+    """
+    return extension.build(_EXTENSION_NAME, _SOURCES, announce, title=_TITLE)
 
 
 def install(device_type: str, announce: Callable[[str], None] | None = None) -> Any:
@@ -51,7 +65,7 @@ def install(device_type: str, announce: Callable[[str], None] | None = None) -> 
                 f"The tap is installed on {_installed[0]} and cannot observe {device_type} too: one backend a process."
             )
         return _installed[1]
-    native = extension.load("sidestream_tap", _SOURCES, announce, title="tap")
+    native = extension.load(_EXTENSION_NAME, _SOURCES, announce, title=_TITLE)
     try:
         native.install(device_type)
     except RuntimeError as error:
