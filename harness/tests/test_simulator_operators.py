@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -266,3 +267,27 @@ def test_a_meta_kernel_runs_once_a_signature(native: ModuleType, operators: Any)
     for size in (70, 71, 70, 70):
         operators.in_python(filled(size, 1.0))
     assert META_CALLS == [(70,), (71,)]
+
+
+def test_random_numbers_do_not_depend_on_other_threads(native: ModuleType) -> None:
+    """Kernels that draw from the process-wide CPU generator must have it to themselves."""
+
+    def draw(device: str, into: list[torch.Tensor]) -> None:
+        values = torch.ones(2000, device=device)
+        into += [torch.native_dropout(values, 0.5, True)[1] for _ in range(200)]
+
+    def draw_on_both(wait: bool) -> list[list[torch.Tensor]]:
+        sim.manual_seed_all(7)
+        masks: list[list[torch.Tensor]] = [[], []]
+        threads = [threading.Thread(target=draw, args=(f"sim:{index}", masks[index])) for index in range(2)]
+        for thread in threads:
+            thread.start()
+            if wait:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        return [[mask.cpu() for mask in drawn] for drawn in masks]
+
+    alone, together = draw_on_both(wait=True), draw_on_both(wait=False)
+    for expected, drawn in zip(alone, together, strict=True):
+        assert all(map(torch.equal, expected, drawn))

@@ -66,6 +66,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     other = &scheduler.stream(other_device, current_stream(other_device));
     scheduler.wait(stream, scheduler.record(*other));
   }
+  aliases.forget();
   scheduler.submit(stream, Launch{name, std::move(kernel), std::move(accesses)});
   if (other) {
     scheduler.wait(*other, scheduler.record(stream));

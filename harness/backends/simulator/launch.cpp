@@ -3,6 +3,7 @@
 #include "allocator.h"
 #include "device_hooks.h"
 #include "output_metadata.h"
+#include "python_frames.h"
 #include "streams.h"
 #include "tensor_memory.h"
 
@@ -99,10 +100,10 @@ const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
 }
 
 // Kernels without a generator argument draw from the process-wide CPU generator: it is lent to the launch, seeded with the
-// number that was drawn at enqueue.
+// number that was drawn at enqueue. To one launch at a time, and a thread that waits for it gives up the GIL.
 class LentCpuGenerator {
  public:
-  explicit LentCpuGenerator(uint64_t seed) : generator_(at::detail::getDefaultCPUGenerator()) {
+  explicit LentCpuGenerator(uint64_t seed) : turn_(take_turn()), generator_(at::detail::getDefaultCPUGenerator()) {
     std::lock_guard<std::mutex> lock(generator_.mutex());
     state_ = generator_.get_state();
     generator_.set_current_seed(seed);
@@ -115,6 +116,18 @@ class LentCpuGenerator {
   LentCpuGenerator& operator=(const LentCpuGenerator&) = delete;
 
  private:
+  using Turn = std::unique_lock<std::recursive_mutex>; // a kernel may launch others
+  static Turn take_turn() {
+    static auto& mutex = *new std::recursive_mutex();
+    Turn turn(mutex, std::try_to_lock);
+    if (!turn) {
+      WithoutGil without_gil;
+      turn.lock();
+    }
+    return turn;
+  }
+
+  Turn turn_;
   at::Generator generator_;
   at::Tensor state_;
 };
@@ -331,6 +344,7 @@ void launch_for_values(
   auto kernel = make_kernel(op, traits, arguments, device, aliases, accesses);
   auto results = std::make_shared<torch::jit::Stack>();
   kernel->results = results;
+  aliases.forget();
   auto& scheduler = Scheduler::get();
   auto& stream = scheduler.stream(device, current_stream(device));
   scheduler.submit(stream, Launch{traits.name, std::move(kernel), std::move(accesses)});
@@ -438,6 +452,7 @@ void launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         returns.emplace_back(std::move(fresh[0]));
       }
     }
+    aliases.forget();
     submit(device, Launch{traits.name, std::move(kernel), std::move(accesses)});
   }
   torch::jit::drop(*stack, count);

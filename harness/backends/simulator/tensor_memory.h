@@ -12,10 +12,14 @@ namespace sidestream {
 
 // Makes CPU tensors over the memory of device tensors. They own nothing and keep nothing alive: a kernel on a real device does not
 // keep its inputs alive either. Within one launch the same tensor gives the same alias, and views of one storage share a storage,
-// so that kernels recognize them.
+// so that kernels recognize them. Whoever submits the launch forgets the aliases first: from then on they are the launch's.
 class CpuAliases {
  public:
   at::Tensor of(const at::Tensor& tensor);
+  void forget() {
+    tensors_.clear();
+    storages_.clear();
+  }
 
  private:
   std::vector<std::pair<const c10::TensorImpl*, at::Tensor>> tensors_;
