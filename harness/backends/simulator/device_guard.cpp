@@ -11,16 +11,32 @@
 #define SIDESTREAM_HAS_DEVICE_CAPABILITY 1
 #endif
 
+#include <mutex>
+#include <utility>
+
 namespace sidestream {
 namespace {
 
 // What torch's opaque event pointer points to.
-struct Event {
-  RecordingPointer recording;
+class Event {
+ public:
+  // Threads may share an event: one may record it while another waits for it.
+  RecordingPointer recording() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return recording_;
+  }
+  void record(RecordingPointer recording) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    recording_ = std::move(recording);
+  }
+
+ private:
+  std::mutex mutex_;
+  RecordingPointer recording_;
 };
 
-RecordingPointer& recording_of(void* event) {
-  return static_cast<Event*>(event)->recording;
+RecordingPointer recording_of(void* event) {
+  return static_cast<Event*>(event)->recording();
 }
 
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
@@ -84,7 +100,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) {
       *event = new Event();
     }
-    recording_of(*event) = std::move(recording);
+    static_cast<Event*>(*event)->record(std::move(recording));
   }
 
   void block(void* event, const c10::Stream& stream) const override {
@@ -107,13 +123,14 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   // on this host's.
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start && end, "Both events must be recorded before the time between them can be asked for.");
-    const auto& first = *recording_of(start);
-    const auto& second = *recording_of(end);
+    const auto first = recording_of(start);
+    const auto second = recording_of(end);
+    Lock lock(Scheduler::get().mutex);
     TORCH_CHECK(
-        first.complete && second.complete, "Both events must be complete before the time between them can be asked for.");
+        first->complete && second->complete, "Both events must be complete before the time between them can be asked for.");
     TORCH_CHECK(
-        first.schedule == second.schedule, "The two events were recorded under different schedules, which share no clock.");
-    return (second.completed_us - first.completed_us) / 1e3;
+        first->schedule == second->schedule, "The two events were recorded under different schedules, which share no clock.");
+    return (second->completed_us - first->completed_us) / 1e3;
   }
 
   c10::DeviceIndex deviceCount() const noexcept override {
