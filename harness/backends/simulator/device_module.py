@@ -117,6 +117,11 @@ def stream(stream: torch.Stream) -> torch.Stream:
     return stream
 
 
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The types that autocast may compute in, as on CUDA. Reentrant checkpoints ask for them as well."""
+    return [torch.float16, torch.bfloat16]
+
+
 def manual_seed(seed: int) -> None:
     """Seeds the current device's generator."""
     _native.manual_seed(current_device(), seed & _SEED_MASK)
