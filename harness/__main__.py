@@ -29,15 +29,18 @@ def _announce(sentence: str) -> None:
 def bench(
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "sim",
     repetitions: Annotated[int, typer.Option(min=10, help="repetitions of each bench case")] = 1000,
+    launches: Annotated[int, typer.Option(min=1000, help="launches over which the memory is watched")] = 1_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Measure what one repetition costs, judge and result file included."""
+    """Measure what one repetition costs, judge and result file included; and what the simulator costs by itself."""
     from harness.backends.select import resolve
-    from harness.campaign.bench import measure
+    from harness.campaign import bench, launch_bench
 
-    costs = measure(resolve(device), repetitions, _announce)
+    name = resolve(device)
+    costs = bench.measure(name, repetitions, _announce)
+    simulator_costs = launch_bench.measure(launches, _announce) if name == "sim" else {}
     if as_json:
-        print(json.dumps(costs, indent=2))
+        print(json.dumps({**costs, **simulator_costs}, indent=2))
         return
     table = Table(title="cost of one repetition, in microseconds")
     for column in ("case", "launches", "repetitions", "median", "mean", "95th percentile"):
@@ -45,6 +48,13 @@ def bench(
     for name, cost in costs.items():
         keys = ("launches", "repetitions", "median_us", "mean_us", "p95_us")
         table.add_row(name, *(f"{cost[key]:,}" for key in keys))
+    Console().print(table)
+    if not simulator_costs:
+        return
+    table = Table("figure", "value", title="costs of the simulator")
+    for name, figures in simulator_costs.items():
+        for figure, value in figures.items():
+            table.add_row(f"{name}.{figure}", f"{value:,}")
     Console().print(table)
 
 
