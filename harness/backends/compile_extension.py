@@ -25,7 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", required=True, type=Path, help="existing folder that receives the objects and the module"
     )
-    parser.add_argument("--flag", action="append", default=[], help="a compiler flag, as --flag=-O2")
+    parser.add_argument(
+        "--flag",
+        action="append",
+        default=[],
+        help="a compiler flag, as --flag=-O2; one that starts with -fsanitize is the linker's as well",
+    )
     parser.add_argument("sources", nargs="+", type=Path, help="C++ files")
     options = parser.parse_args(arguments)
     # Ninja runs the compilers in process groups of their own, so only ninja can end them. It does so on SIGTERM, and
@@ -33,12 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_die_with_standard_input, daemon=True).start()
 
+    sanitized = [flag for flag in options.flag if flag.startswith("-fsanitize")]
+    if sanitized:
+        # The sanitizer's runtime is preloaded into this process, for the import at the end, and not for the compilers.
+        os.environ.pop("LD_PRELOAD", None)
+
     from torch.utils import cpp_extension
 
     cpp_extension.load(
         name=options.name,
         sources=[str(source) for source in options.sources],
         extra_cflags=options.flag,
+        extra_ldflags=sanitized,
         extra_include_paths=sorted({str(source.parent) for source in options.sources}),
         build_directory=str(options.folder),
         with_cuda=False,

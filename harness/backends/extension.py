@@ -34,6 +34,10 @@ from harness.backends.toolchain import build_environment
 from harness.errors import UsageError
 
 FLAGS = ("-O2",)
+SANITIZED_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer")
+SANITIZER_VARIABLE = "SIDESTREAM_SANITIZER"
+"""Environment variable: the compiler's sanitizer to build extensions with, if any (see ``ci/sanitize.sh``)."""
+SANITIZERS = ("address", "undefined", "thread")
 ENTRIES_KEPT = 16
 """Cached builds of one extension; the oldest beyond these are removed after a build."""
 PROGRESS_INTERVAL_S = 5.0
@@ -102,6 +106,21 @@ def cache_folder() -> Path:
     return folder.absolute()
 
 
+def compiler_flags() -> tuple[str, ...]:
+    """The flags that extensions are compiled with; those of a sanitizer if ``$SIDESTREAM_SANITIZER`` names one.
+
+    Raises:
+        UsageError: there is no such sanitizer.
+    """
+    sanitizer = os.environ.get(SANITIZER_VARIABLE)
+    if not sanitizer:
+        return FLAGS
+    if sanitizer not in SANITIZERS:
+        raise UsageError(f"{SANITIZER_VARIABLE}={sanitizer}: there are {', '.join(SANITIZERS)}; or unset it.")
+    # What goes on after a report leaves the judgement of it to whoever reads the reports.
+    return (*SANITIZED_FLAGS, f"-fsanitize={sanitizer}", "-fsanitize-recover=all")
+
+
 def _say_nothing(sentence: str) -> None:
     pass
 
@@ -127,6 +146,7 @@ class _Build:
         self.announce = announce
         self.title = title or "native extension " + name
         self.torch_version = str(torch.__version__)
+        self.flags = compiler_flags()
         self.cache = cache_folder()
         self.entry = self.cache / self._entry_name()
         self.log = self.cache / f"{self.entry.name}.log"
@@ -137,7 +157,7 @@ class _Build:
         digest = hashlib.sha256()
         folders = sorted({source.parent for source in self.sources})
         headers = sorted(header for folder in folders for header in folder.glob("*.h"))
-        for part in (str(torch.version.git_version), str(torch.compiled_with_cxx11_abi()), *FLAGS):
+        for part in (str(torch.version.git_version), str(torch.compiled_with_cxx11_abi()), *self.flags):
             digest.update(part.encode() + b"\0")
         for file in [*self.sources, *headers]:
             try:
@@ -267,7 +287,7 @@ class _Build:
         search_path = [str(package_root), *filter(None, [environment.get("PYTHONPATH")])]
         environment = {**environment, "PYTHONPATH": os.pathsep.join(search_path)}
         command = [sys.executable, "-m", compile_extension.__name__, "--name", self.name, "--folder", str(folder)]
-        command += [f"--flag={flag}" for flag in FLAGS]
+        command += [f"--flag={flag}" for flag in self.flags]
         command += ["--", *map(str, self.sources)]
         self.announce(f"Building the {self.title} for torch {self.torch_version} (once, about half a minute)")
         started = time.monotonic()

@@ -27,7 +27,7 @@ def build_environment(source_count: int) -> dict[str, str]:
     Raises:
         UsageError: no C++ compiler, no Python headers, no ninja or no setuptools; the sentence says what to install.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     _check_python_headers()
     _check_setuptools()
     ninja = _find_ninja()
@@ -73,7 +73,12 @@ def _memory_limits() -> Iterator[int]:
             continue
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
+    """The C++ compiler for native extensions: ``$CXX``, else the first of the usual names.
+
+    Raises:
+        UsageError: there is none.
+    """
     chosen = os.environ.get("CXX", "").strip()
     for command in [chosen] if chosen else ["c++", "g++", "clang++"]:
         if shutil.which(shlex.split(command)[0]):

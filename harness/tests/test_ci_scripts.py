@@ -25,7 +25,7 @@ else:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CI = REPOSITORY / "ci"
-SCRIPTS = ["environment.sh", "stress.sh", "test.sh"]
+SCRIPTS = ["environment.sh", "sanitize.sh", "stress.sh", "test.sh"]
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the scripts are bash's")
 
@@ -99,7 +99,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert run(["shellcheck", "-x", "-P", REPOSITORY, *files]).stdout == ""
 
 
-@pytest.mark.parametrize("script", ["stress.sh", "test.sh"])
+@pytest.mark.parametrize("script", ["sanitize.sh", "stress.sh", "test.sh"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_makes_nothing(clone: Path, script: str, option: str) -> None:
     answer = run(["bash", clone / "ci" / script, option], PYTHON="/nonexistent")

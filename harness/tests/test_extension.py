@@ -303,15 +303,35 @@ def test_what_the_library_depends_on_makes_another_entry(
     with monkeypatch.context() as patch:
         patch.setattr(extension, "FLAGS", ("-O1",))
         entries.add(extension.build("sidestream_tiny", [source]))
+    for chosen in ("address", "undefined"):
+        with monkeypatch.context() as patch:
+            patch.setenv(extension.SANITIZER_VARIABLE, chosen)
+            entries.add(extension.build("sidestream_tiny", [source]))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", torch.__version__ + ".local")
         entries.add(extension.build("sidestream_tiny", [source]))
     with monkeypatch.context() as patch:
         patch.setattr(sysconfig, "get_config_var", lambda name: "cpython-399")
         entries.add(extension.build("sidestream_tiny", [source]))
-    assert len(entries) == 7
+    assert len(entries) == 9
     extension.build("sidestream_tiny", [source])
-    assert len(fake_compiler) == 7
+    assert len(fake_compiler) == 9
+
+
+def test_a_sanitizer_reaches_the_compiler_and_the_linker(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(extension.SANITIZER_VARIABLE, "undefined")
+    log = extension.build("sidestream_tiny", [source]).parent / "build.log"
+    compiled, linked = re.findall(r"^\[\d/\d\] (.*)$", log.read_text(), flags=re.MULTILINE)
+    assert "-fsanitize=undefined" in compiled
+    assert "-fsanitize=undefined" in linked
+
+
+def test_a_sanitizer_that_does_not_exist_is_named(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(extension.SANITIZER_VARIABLE, "leak")
+    with pytest.raises(UsageError, match=r"^SIDESTREAM_SANITIZER=leak: there are address, undefined, thread; or"):
+        extension.build("sidestream_tiny", [source])
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
