@@ -24,6 +24,7 @@ from harness.judge.values import Observation
 from harness.observe.instrument import Instrument, Recording, ignored_prefixes
 from harness.observe.trace import SourceLine
 from harness.perturb.plan import Plan
+from harness.perturb.schedule import Schedule, SubmissionOrder
 
 ELEMENTS = 256
 """Elements of a prepared tensor: enough that a partly stale read can be told from a wholly stale one."""
@@ -227,11 +228,11 @@ class Lab:
 
     # What the campaign uses.
 
-    def begin(self, plan: Plan, *, serial: bool = False, lines: bool = False) -> None:
-        """Start a repetition."""
+    def begin(self, plan: Plan, *, schedule: Schedule | None = None, serial: bool = False, lines: bool = False) -> None:
+        """Start a repetition, on the simulated accelerator under a schedule (submission order where it is None)."""
         self._staged.clear()
         self._prepared_at = time.perf_counter()
-        self._instrument.begin(plan, serial=serial, lines=lines)
+        self._instrument.begin(plan, schedule=schedule or SubmissionOrder(), serial=serial, lines=lines)
 
     def finish(self) -> tuple[Recording, list[Observation]]:
         """End the repetition; all work is complete afterwards."""

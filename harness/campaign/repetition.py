@@ -12,6 +12,7 @@ from harness.judge.verdict import Judgement, judge
 from harness.observe.holds import HoldOutcome
 from harness.observe.instrument import Recording
 from harness.perturb.plan import Plan
+from harness.perturb.schedule import Schedule
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ def run_repetition(
     number: int,
     plan: Plan,
     *,
+    schedule: Schedule | None = None,
     serial: bool = False,
     lines: bool = False,
     with_happens_before: bool,
@@ -47,6 +49,8 @@ def run_repetition(
         body: enqueues the case.
         number: which repetition this is, from 0.
         plan: what to hold.
+        schedule: how the simulated accelerator is scheduled; None is submission order, the only one with holds. What
+            replays the run is then ``recording.schedule.schedule``.
         serial: complete each launch before the next is enqueued.
         lines: record source lines.
         with_happens_before: whether the trace holds accesses, so that happens-before can judge it.
@@ -55,7 +59,7 @@ def run_repetition(
         Exception: whatever the body raised, after all work that it had enqueued is complete.
     """
     started = time.perf_counter()
-    lab.begin(plan, serial=serial, lines=lines)
+    lab.begin(plan, schedule=schedule, serial=serial, lines=lines)
     try:
         body()
     except BaseException:

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from harness.errors import UsageError
 from harness.observe.holds import HoldOutcome, HoldState
+from harness.observe.schedule_report import ScheduleReport
 from harness.observe.streams import StreamNames
 from harness.observe.trace import (
     Access,
@@ -29,10 +31,16 @@ from harness.observe.trace import (
     Wait,
 )
 from harness.perturb.plan import LaunchId, Plan
+from harness.perturb.schedule import Schedule, SubmissionOrder
+
+_SUBMISSION_ORDER = SubmissionOrder()
 
 
 class Native(Protocol):
-    """What a native instrument offers: ``harness/backends/simulator`` and ``harness/observe/tap``."""
+    """What a native instrument offers: ``harness/backends/simulator`` and ``harness/observe/tap``.
+
+    The simulator has ``set_schedule`` and ``schedule_report`` as well.
+    """
 
     def begin_repetition(self, holds: list[tuple[int, int, int]], serial: bool, lines: bool) -> None: ...
     def set_preparing(self, on: bool) -> None: ...
@@ -46,6 +54,8 @@ class Recording:
 
     trace: Trace
     holds: list[HoldOutcome]
+    schedule: ScheduleReport | None = None
+    """None under the default schedule."""
 
     def launches(self) -> list[Launch]:
         """The launches, in submission order."""
@@ -59,24 +69,63 @@ class Instrument:
         self._native = native
         self.names = names
         self._plan = Plan()
+        self._schedule: Schedule = _SUBMISSION_ORDER
         self._observing = False
         self._preparing = 0
         native.set_ignored_prefixes(ignored_prefixes())
 
-    def begin(self, plan: Plan, *, serial: bool = False, lines: bool = False) -> None:
+    def begin(
+        self, plan: Plan, *, schedule: Schedule = _SUBMISSION_ORDER, serial: bool = False, lines: bool = False
+    ) -> None:
         """Start a repetition under ``plan``; every stream that the plan names must have its name already.
 
         ``serial`` completes each launch before the next is enqueued. ``lines`` records where the caller's code
         enqueued each launch, which costs a walk up the Python stack a launch.
+
+        Raises:
+            UsageError: the accelerator has no such schedule, or the schedule does not go with the plan.
         """
+        self._check(plan, schedule, serial)
         self._plan = plan
+        self._schedule = schedule
         holds = []
         for launch in plan.holds:
             key = self.names.key(launch.stream)
             # A stream that does not exist yet cannot be held: the outcome will say that the launch was missing.
             holds.append((*(key or (-1, -1)), launch.index))
-        self._native.begin_repetition(holds, serial, lines)
+        if schedule != _SUBMISSION_ORDER:
+            self._set_schedule(schedule)
+        try:
+            self._native.begin_repetition(holds, serial, lines)
+        except BaseException:
+            self._reset_schedule()
+            raise
         self._observing = True
+
+    def _check(self, plan: Plan, schedule: Schedule, serial: bool) -> None:
+        if schedule != _SUBMISSION_ORDER and not hasattr(self._native, "set_schedule"):
+            raise UsageError(
+                f"the schedule {schedule} needs the simulated accelerator: a real device schedules itself."
+            )
+        if isinstance(schedule, SubmissionOrder):
+            return
+        if plan.holds:
+            raise UsageError(
+                f"the plan {plan} does not go with the schedule {schedule}: a hold keeps a launch for as long as it "
+                f"can, and {schedule.kind} decides itself how long; hold under the schedule 'submission'."
+            )
+        if serial:
+            raise UsageError(
+                f"a serial run leaves the schedule {schedule} nothing to decide; run it under 'submission'."
+            )
+
+    def _set_schedule(self, schedule: Schedule) -> None:
+        self._native.set_schedule(*schedule.native_arguments())  # type: ignore[attr-defined]
+
+    def _reset_schedule(self) -> None:
+        if self._schedule != _SUBMISSION_ORDER:
+            self._set_schedule(_SUBMISSION_ORDER)
+            self._schedule = _SUBMISSION_ORDER
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -95,12 +144,19 @@ class Instrument:
     def finish(self) -> Recording:
         """End the repetition: settle each hold, release them, complete all work."""
         self._observing = False
-        raw_entries, raw_holds = self._native.finish_repetition()
+        report = None
+        try:
+            raw_entries, raw_holds = self._native.finish_repetition()
+            if self._schedule != _SUBMISSION_ORDER:
+                raw_report = self._native.schedule_report()  # type: ignore[attr-defined]
+                report = ScheduleReport.make(self._schedule, raw_report, self.names.name)
+        finally:
+            self._reset_schedule()
         outcomes = [
             HoldOutcome(launch, HoldState(state), SourceLine(file, line) if file else None)
             for launch, (state, file, line) in zip(self._plan.holds, raw_holds, strict=True)
         ]
-        return Recording(self._translate(raw_entries), outcomes)
+        return Recording(self._translate(raw_entries), outcomes, report)
 
     def _translate(self, raw_entries: list[tuple[Any, ...]]) -> Trace:
         name = self.names.name

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from harness.backends import extension
+from harness.perturb.schedule import Schedule
 
 EXTENSION_NAME = "sidestream_simulator"
 TITLE = "simulated accelerator"
@@ -36,7 +37,8 @@ def register(announce: Announce | None = None) -> ModuleType:
     """Makes ``sim`` this process's accelerator, with the device module ``torch.sim``. A second call changes nothing.
 
     Returns:
-        The native module: ``begin_repetition``, ``set_preparing``, ``finish_repetition``, ``set_ignored_prefixes``.
+        The native module: ``begin_repetition``, ``set_preparing``, ``finish_repetition``, ``set_ignored_prefixes``,
+        ``set_schedule``, ``schedule_report``.
 
     Raises:
         UsageError: it cannot be built here, or this process has another PrivateUse1 backend already.
@@ -45,3 +47,16 @@ def register(announce: Announce | None = None) -> ModuleType:
     from harness.backends.simulator import registration
 
     return registration.register(announce)
+
+
+def set_schedule(schedule: Schedule) -> None:
+    """Schedules the simulated accelerator, which is registered, in this way from here on; for whole scripts.
+
+    What is pending completes first. A repetition of a case is given its schedule when it begins
+    (:meth:`harness.observe.instrument.Instrument.begin`).
+
+    Raises:
+        RuntimeError: a repetition is running, or what was pending failed, or the program did not fit the order of host
+            threads that the last schedule replayed.
+    """
+    register().set_schedule(*schedule.native_arguments())

@@ -4,12 +4,17 @@
 #include "caller.h"
 #include "device_guard.h"
 #include "device_hooks.h"
+#include "host_order.h"
 #include "operators.h"
 #include "output_metadata.h"
+#include "probabilistic_concurrency_testing.h"
 #include "python_errors.h"
 #include "python_frames.h"
+#include "random_walk.h"
 #include "scheduler.h"
 #include "streams.h"
+#include "submission_order.h"
+#include "virtual_time.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -18,6 +23,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -97,6 +104,7 @@ void begin_repetition(
   {
     py::gil_scoped_release release;
     Scheduler::get().begin_repetition(holds, serial);
+    HostOrder::get().start();
   }
   start_lines(lines);
 }
@@ -107,7 +115,16 @@ py::tuple finish_repetition() {
   auto& scheduler = Scheduler::get();
   {
     py::gil_scoped_release release;
+    std::exception_ptr misfit;
+    try {
+      HostOrder::get().stop();
+    } catch (...) {
+      misfit = std::current_exception();
+    }
     scheduler.finish_repetition();
+    if (misfit) {
+      std::rethrow_exception(misfit);
+    }
   }
   py::list entries(scheduler.trace.entries.size());
   for (size_t i = 0; i < scheduler.trace.entries.size(); i++) {
@@ -120,6 +137,91 @@ py::tuple finish_repetition() {
     outcomes[i] = py::make_tuple(states[hold.state], to_python(hold.forced_by.file), hold.forced_by.line);
   }
   return py::make_tuple(entries, outcomes);
+}
+
+std::unique_ptr<Schedule> make_schedule(const std::string& kind, const py::dict& parameters) {
+  auto number = [&](const char* name) { return parameters[name].cast<double>(); };
+  auto integer = [&](const char* name) { return parameters[name].cast<int64_t>(); };
+  if (kind == "submission") {
+    return std::make_unique<SubmissionOrder>();
+  }
+  if (kind == "virtual-time") {
+    return std::make_unique<VirtualTime>(VirtualCosts{
+        number("launch_us"), number("operation_us"), number("operation_us_per_mib"), number("copy_us_per_mib"),
+        number("query_us")});
+  }
+  if (kind == "pct") {
+    return std::make_unique<ProbabilisticConcurrencyTesting>(
+        static_cast<uint64_t>(integer("seed")), integer("depth"), integer("steps"));
+  }
+  if (kind == "random") {
+    return std::make_unique<RandomWalk>(static_cast<uint64_t>(integer("seed")));
+  }
+  throw std::invalid_argument("There is no schedule of the kind '" + kind + "'.");
+}
+
+using HostSegments = std::vector<std::pair<std::string, int64_t>>;
+
+// `hosts` says what becomes of the order of the host's threads: None nothing, "record", or the order to replay and its checksum.
+void set_schedule(const std::string& kind, const py::dict& parameters, const py::object& hosts) {
+  auto schedule = make_schedule(kind, parameters);
+  auto& order = HostOrder::get();
+  std::vector<HostOrder::Segment> segments;
+  uint32_t checksum = 0;
+  const bool records = py::isinstance<py::str>(hosts);
+  if (!records && !hosts.is_none()) {
+    auto [pairs, sum] = hosts.cast<std::pair<HostSegments, uint32_t>>();
+    for (auto& [thread, calls] : pairs) {
+      segments.push_back({thread, calls});
+    }
+    checksum = sum;
+  }
+  const bool nothing = hosts.is_none();
+  py::gil_scoped_release release;
+  std::exception_ptr misfit;
+  try {
+    order.stop();
+  } catch (...) {
+    misfit = std::current_exception();
+  }
+  Scheduler::get().set_schedule(std::move(schedule));
+  if (nothing) {
+    order.switch_off();
+  } else if (records) {
+    order.record_next();
+  } else {
+    order.replay_next(std::move(segments), checksum);
+  }
+  order.start();
+  if (misfit) {
+    std::rethrow_exception(misfit);
+  }
+}
+
+// What the schedule says of the run since it was set or the repetition began. Meant to be read before anything else is enqueued.
+py::dict schedule_report() {
+  auto& scheduler = Scheduler::get();
+  std::vector<std::pair<std::string, double>> numbers;
+  {
+    py::gil_scoped_release release;
+    numbers = scheduler.schedule_report();
+  }
+  py::dict report;
+  py::list executed(scheduler.executed.size());
+  for (size_t i = 0; i < scheduler.executed.size(); i++) {
+    const auto& launch = scheduler.executed[i];
+    executed[i] = py::make_tuple(int(launch.device), launch.stream, launch.index, launch.completed_us);
+  }
+  report["executed"] = executed;
+  for (const auto& [name, value] : numbers) {
+    report[name.c_str()] = value;
+  }
+  HostSegments hosts;
+  for (const auto& segment : HostOrder::get().made()) {
+    hosts.emplace_back(segment.thread, segment.calls);
+  }
+  report["hosts"] = py::make_tuple(hosts, HostOrder::get().checksum());
+  return report;
 }
 
 bool is_taken() {
@@ -148,6 +250,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("begin_repetition", &begin_repetition, py::arg("holds"), py::arg("serial"), py::arg("lines"));
   module.def("set_preparing", [](bool on) { Scheduler::get().set_preparing(on); }, py::arg("on"), Release());
   module.def("finish_repetition", &finish_repetition);
+  module.def("set_schedule", &set_schedule, py::arg("kind"), py::arg("parameters"), py::arg("hosts"));
+  module.def("schedule_report", &schedule_report);
   module.def("stop_lines", &stop_lines);
   module.def("set_ignored_prefixes", &set_ignored_prefixes, py::arg("prefixes"));
   module.def("device_count", [] { return int(kDevices); });

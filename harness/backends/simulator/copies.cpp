@@ -67,7 +67,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     scheduler.wait(stream, scheduler.record(*other));
   }
   aliases.forget();
-  scheduler.submit(stream, Launch{name, std::move(kernel), std::move(accesses)});
+  Launch launch{name, std::move(kernel), std::move(accesses)};
+  if (!from_device || !to_device || other) {
+    launch.copied_bytes = static_cast<int64_t>(destination.nbytes());
+  }
+  scheduler.submit(stream, std::move(launch));
   if (other) {
     scheduler.wait(*other, scheduler.record(stream));
   } else if ((!from_device || !to_device) && !non_blocking) {

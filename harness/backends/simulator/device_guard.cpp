@@ -129,7 +129,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(
         first->complete && second->complete, "Both events must be complete before the time between them can be asked for.");
     TORCH_CHECK(
-        first->schedule == second->schedule, "The two events were recorded under different schedules, which share no clock.");
+        first->clock == second->clock, "The two events were recorded under different schedules, which share no clock.");
     return (second->completed_us - first->completed_us) / 1e3;
   }
 

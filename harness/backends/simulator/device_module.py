@@ -164,7 +164,10 @@ def empty_cache() -> None:
 
 
 def _sleep(cycles: int) -> None:
-    """Occupies the current stream: a launch that touches no memory. The simulated device does not spend the cycles."""
+    """Occupies the current stream: a launch that touches no memory. The simulated device does not spend the cycles.
+
+    Under the virtual-time schedule the stream's clock advances by a microsecond for every 2,000 of them.
+    """
     _native.sleep(cycles)
 
 

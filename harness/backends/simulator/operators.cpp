@@ -204,8 +204,10 @@ bool is_one_launch(const c10::OperatorHandle& op, const std::string& name) {
 
 } // namespace
 
-void sleep(int64_t) {
-  submit(current_device(), Launch{intern("sleep"), nullptr, {}});
+void sleep(int64_t cycles) {
+  Launch launch{intern("sleep"), nullptr, {}};
+  launch.cycles = cycles;
+  submit(current_device(), std::move(launch));
 }
 
 void register_operators() {

@@ -2,6 +2,8 @@
 
 #include "scheduler.h"
 
+#include <chrono>
+
 namespace sidestream {
 
 void Schedule::recorded(Recording& recording) {

@@ -4,7 +4,6 @@
 // All functions are called with the simulator's lock held, so a schedule needs no lock of its own.
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,7 +42,8 @@ class Schedule {
   // Whether a host that asks often enough sees everything become complete by that alone.
   virtual bool moves_when_asked() const { return false; }
 
-  // Microseconds on the schedule's own clock, 0 if it has none: the host's time, and when a stream is through with what it has run.
+  // Microseconds on the schedule's own clock, if it has one: the host's time, and when a stream is through with what it has run.
+  virtual bool has_clock() const { return false; }
   virtual double host_us() const { return 0; }
   virtual double completed_us(const Stream&) const { return 0; }
 

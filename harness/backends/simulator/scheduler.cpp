@@ -1,6 +1,7 @@
 #include "scheduler.h"
 
 #include "allocator.h"
+#include "host_order.h"
 #include "python_frames.h"
 #include "streams.h"
 #include "submission_order.h"
@@ -164,6 +165,7 @@ void Scheduler::run(Lock& lock, Stream& stream, Task task, bool deferred) {
 }
 
 void Scheduler::submit(Stream& stream, Launch launch) {
+  HostCall call("launch", *launch.operation);
   Caller caller;
   if (in_repetition_) { // also while preparing: the lines of forward launches are those of their backward launches
     caller = describe_launch();
@@ -225,6 +227,7 @@ void Scheduler::submit(Stream& stream, Launch launch) {
 }
 
 RecordingPointer Scheduler::record(Stream& stream) {
+  HostCall call("record");
   Lock lock(mutex);
   return record_locked(stream);
 }
@@ -234,7 +237,7 @@ RecordingPointer Scheduler::record_locked(Stream& stream) {
   recording->stream = &stream;
   recording->repetition = repetition_;
   recording->number = counting_ ? ++events_ : 0;
-  recording->schedule = schedules_;
+  recording->clock = clock_;
   recording->completed_us = schedule_->host_us();
   if (counting_) {
     TraceEntry entry{TraceEntry::kRecord};
@@ -253,6 +256,7 @@ RecordingPointer Scheduler::record_locked(Stream& stream) {
 }
 
 void Scheduler::wait(Stream& stream, const RecordingPointer& recording) {
+  HostCall call("wait");
   Lock lock(mutex);
   // Recordings from before the repetition are complete, so a wait for one orders nothing.
   if (counting_ && recording->number > 0 && recording->repetition == repetition_) {
@@ -344,6 +348,7 @@ Caller Scheduler::describe_sync() {
 }
 
 void Scheduler::synchronize_stream(Stream& stream) {
+  HostCall call("synchronize stream");
   Caller caller = describe_sync();
   Lock lock(mutex);
   if (counting_) {
@@ -357,6 +362,7 @@ void Scheduler::synchronize_stream(Stream& stream) {
 }
 
 void Scheduler::synchronize_recording(const RecordingPointer& recording) {
+  HostCall call("synchronize event");
   Caller caller = describe_sync();
   Lock lock(mutex);
   if (counting_ && recording->number > 0 && recording->repetition == repetition_) {
@@ -371,6 +377,7 @@ void Scheduler::synchronize_recording(const RecordingPointer& recording) {
 }
 
 void Scheduler::synchronize_device(c10::DeviceIndex device) {
+  HostCall call("synchronize device");
   Caller caller = describe_sync();
   device = checked_device(device);
   Lock lock(mutex);
@@ -416,6 +423,7 @@ void Scheduler::ask(Lock& lock) {
 }
 
 bool Scheduler::query_stream(Stream& stream) {
+  HostCall call("query stream");
   Caller caller = describe_sync();
   Lock lock(mutex);
   ask(lock);
@@ -438,6 +446,7 @@ bool Scheduler::query_stream(Stream& stream) {
 }
 
 bool Scheduler::query_recording(const RecordingPointer& recording) {
+  HostCall call("query event");
   Caller caller = describe_sync();
   Lock lock(mutex);
   ask(lock);
@@ -475,8 +484,7 @@ void Scheduler::begin_repetition(
       runs_at_once_ || (checked.empty() && !serial),
       "Holds, and running one launch after another, need the schedule that runs launches in submission order.");
   complete_pending(lock);
-  schedule_->restart();
-  executed.clear();
+  restart_schedule();
   for (auto& stream : streams_) {
     stream.launches = 0;
     stream.queries = 0;
@@ -517,10 +525,20 @@ void Scheduler::set_schedule(std::unique_ptr<Schedule> schedule) {
   TORCH_CHECK(!in_repetition_, "A repetition is running; call finish_repetition before setting another schedule.");
   complete_pending(lock);
   schedule_ = std::move(schedule);
-  schedule_->restart();
-  schedules_++;
   runs_at_once_ = schedule_->runs_at_once();
+  restart_schedule();
+}
+
+void Scheduler::restart_schedule() {
+  schedule_->restart();
+  starts_++;
+  clock_ = schedule_->has_clock() ? starts_ : 0;
   executed.clear();
+}
+
+std::vector<std::pair<std::string, double>> Scheduler::schedule_report() {
+  Lock lock(mutex);
+  return schedule_->report();
 }
 
 // Among the fronts that are launches, and not held or held no more, the schedule's choice; null if there is none, or another

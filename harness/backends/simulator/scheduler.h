@@ -37,6 +37,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace sidestream {
@@ -50,7 +51,7 @@ struct Recording {
   uint64_t repetition;
   bool complete = false;
   int queries = 0; // that found it incomplete
-  uint64_t schedule; // whose clock it was made on
+  uint64_t clock; // of a schedule, or 0 for this host's own
   double completed_us = 0; // on that clock; while incomplete, the time at which it was enqueued
 };
 using RecordingPointer = std::shared_ptr<Recording>;
@@ -77,6 +78,8 @@ struct Launch {
   const std::string* operation;
   std::unique_ptr<Work> work; // may be null
   std::vector<Access> accesses;
+  int64_t copied_bytes = 0; // between host and device, or between devices
+  int64_t cycles = 0; // of a sleep
 };
 
 struct Task {
@@ -142,8 +145,8 @@ class Scheduler {
 
   // From here on this schedule decides; what is pending completes first, under the last one. Not in a repetition.
   void set_schedule(std::unique_ptr<Schedule> schedule);
-  // For readers between repetitions, as the trace.
-  const Schedule& schedule() const { return *schedule_; }
+  // What the schedule reports of the run so far.
+  std::vector<std::pair<std::string, double>> schedule_report();
 
   // For the allocator and for callers that hold the lock.
   std::mutex mutex;
@@ -182,6 +185,7 @@ class Scheduler {
   void run_front(Lock& lock, Stream& stream, const Caller* forced_by);
   void run(Lock& lock, Stream& stream, Task task, bool deferred);
   void complete_pending(Lock& lock);
+  void restart_schedule();
   void complete(Recording& recording);
   Stream* choose(bool host_waits);
   Caller describe_sync();
@@ -190,8 +194,9 @@ class Scheduler {
   std::vector<Stream*> pending_; // the streams that may have tasks
   std::vector<Stream*> ready_; // scratch of `choose`
   std::unique_ptr<Schedule> schedule_;
-  uint64_t schedules_ = 0; // set so far
   bool runs_at_once_ = true; // what the schedule says
+  uint64_t starts_ = 0; // of schedules
+  uint64_t clock_ = 0; // for recordings
   std::atomic<bool> counting_{false}; // in a repetition and not preparing
   std::atomic<bool> in_repetition_{false};
   bool serial_ = false;
