@@ -37,8 +37,8 @@ class Shared:
         self.events = [torch.Event(device=DEVICES[number % 2], enable_timing=True) for number in range(4)]
         self.tensors: queue.Queue[torch.Tensor] = queue.Queue(maxsize=16)
         self.streams = [torch.Stream(device=device) for device in DEVICES for _ in range(2)]
-        for event in self.events:
-            event.record(self.streams[0])
+        for number, event in enumerate(self.events):
+            event.record(self.streams[2 * (number % 2)])
 
 
 class _Across(torch.autograd.Function):
@@ -132,13 +132,14 @@ class Worker:
         self._expect([copy], [2.0])
 
     def share_events(self) -> None:
-        first, second = self.random.choices(self.shared.events, k=2)
+        device = self.random.randrange(2)  # an event stays on its device
+        first, second = self.random.choices(self.shared.events[device::2], k=2)
         stream = self.random.choice(self.streams)
         with stream:
             torch.ones(4, device=f"sim:{stream.device_index}")
         self.random.choice(
             [
-                lambda: first.record(stream),
+                lambda: first.record(self.streams[device]),
                 lambda: stream.wait_event(first),
                 first.synchronize,
                 first.query,

@@ -1,7 +1,5 @@
 #include "allocator.h"
 
-#include "streams.h"
-
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,18 +7,36 @@
 #include <cstring>
 #include <utility>
 
+#include <unistd.h>
+
 namespace sidestream {
 namespace {
 
 constexpr int64_t kSizeClass = 512;
 constexpr int kPoison = 0xFF;
-constexpr size_t kAlignment = 64;
+constexpr size_t kAlignment = 512; // as on CUDA
 
 void free_context(void* context) {
   Allocator::get().free(*static_cast<Block*>(context));
 }
 
 } // namespace
+
+void ByteCount::increase(int64_t size_bytes) {
+  current += size_bytes;
+  peak = std::max(peak, current);
+  allocated += size_bytes;
+}
+
+void ByteCount::decrease(int64_t size_bytes) {
+  current -= size_bytes;
+  freed += size_bytes;
+}
+
+std::pair<size_t, size_t> memory_info() {
+  auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return {page * static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)), page * static_cast<size_t>(sysconf(_SC_PHYS_PAGES))};
+}
 
 Allocator& Allocator::get() {
   static auto& allocator = *new Allocator(); // leaked: storages may outlive static destructors
@@ -50,9 +66,10 @@ c10::DataPtr Allocator::allocate(size_t size_bytes) {
         OutOfMemoryError, memory, "The simulated accelerator found no host memory for a block of ", rounded, " bytes.");
     std::memset(memory, kPoison, static_cast<size_t>(rounded));
     block = new Block{memory, rounded, &owner, {}, {}};
-    reserved_[device] += rounded;
+    statistics_[device].reserved.increase(rounded);
   }
-  allocated_[device] += rounded;
+  statistics_[device].allocated.increase(rounded);
+  statistics_[device].active.increase(rounded);
   if (scheduler.traces()) {
     TraceEntry entry{TraceEntry::kAllocate};
     entry.device = owner.device;
@@ -90,7 +107,7 @@ void Allocator::free(Block& block) {
     caller = describe_line();
   }
   Lock lock(scheduler.mutex);
-  allocated_[block.owner->device] -= block.size_bytes;
+  statistics_[block.owner->device].allocated.decrease(block.size_bytes);
   std::vector<RecordingPointer> recordings;
   std::vector<int64_t> events;
   for (auto* user : block.users) {
@@ -122,6 +139,7 @@ void Allocator::free(Block& block) {
 
 void Allocator::make_available(Block& block) {
   block.cached = true;
+  statistics_[block.owner->device].active.decrease(block.size_bytes);
   free_list(block).push_back(&block);
 }
 
@@ -140,28 +158,54 @@ void Allocator::process_deferred() {
   }
 }
 
-int64_t Allocator::allocated_bytes(c10::DeviceIndex device) {
+MemoryStatistics Allocator::statistics(c10::DeviceIndex device) {
   Lock lock(Scheduler::get().mutex);
-  return allocated_[checked_device(device)];
+  return statistics_[checked_device(device)];
 }
 
-int64_t Allocator::reserved_bytes(c10::DeviceIndex device) {
+void Allocator::reset_accumulated_statistics(c10::DeviceIndex device) {
   Lock lock(Scheduler::get().mutex);
-  return reserved_[checked_device(device)];
+  auto& statistics = statistics_[checked_device(device)];
+  for (auto* count : {&statistics.allocated, &statistics.active, &statistics.reserved}) {
+    count->allocated = 0;
+    count->freed = 0;
+  }
+}
+
+void Allocator::reset_peak_statistics(c10::DeviceIndex device) {
+  Lock lock(Scheduler::get().mutex);
+  auto& statistics = statistics_[checked_device(device)];
+  for (auto* count : {&statistics.allocated, &statistics.active, &statistics.reserved}) {
+    count->peak = count->current;
+  }
+}
+
+bool Allocator::has_cached_blocks() const {
+  return !deferred_.empty() || std::any_of(free_.begin(), free_.end(), [](const auto& lists) {
+    return std::any_of(lists.second.begin(), lists.second.end(), [](const auto& list) { return !list.second.empty(); });
+  });
 }
 
 void Allocator::empty_cache() {
   auto& scheduler = Scheduler::get();
-  Lock lock(scheduler.mutex);
-  if (scheduler.has_pending_work() || scheduler.in_repetition()) {
-    return;
+  {
+    Lock lock(scheduler.mutex);
+    if (!has_cached_blocks()) {
+      return;
+    }
   }
-  process_deferred();
+  for (c10::DeviceIndex device = 0; device < kDevices; device++) {
+    scheduler.synchronize_device(device);
+  }
+  Lock lock(scheduler.mutex);
+  if (scheduler.has_pending_work()) {
+    return; // of another thread, which may still touch what is cached
+  }
   poison_freed();
   for (auto& [stream, lists] : free_) {
     for (auto& [size_bytes, blocks] : lists) {
       for (auto* block : blocks) {
-        reserved_[stream->device] -= block->size_bytes;
+        statistics_[stream->device].reserved.decrease(block->size_bytes);
         std::free(block->memory);
         delete block;
       }
@@ -180,5 +224,27 @@ void Allocator::poison_freed() {
   }
   freed_.clear();
 }
+
+#ifdef SIDESTREAM_HAS_DEVICE_ALLOCATOR
+void Allocator::recordStream(const c10::DataPtr& pointer, c10::Stream stream) {
+  if (auto* block = block_of(pointer)) {
+    record_stream(*block, Scheduler::get().stream(stream));
+  }
+}
+
+c10::CachingDeviceAllocator::DeviceStats Allocator::getDeviceStats(c10::DeviceIndex device) {
+  auto counted = statistics(device);
+  c10::CachingDeviceAllocator::DeviceStats stats;
+  for (auto [count, stat] :
+       {std::pair(&counted.allocated, &stats.allocated_bytes[0]), std::pair(&counted.active, &stats.active_bytes[0]),
+        std::pair(&counted.reserved, &stats.reserved_bytes[0])}) { // the first is that of all pools
+    stat->current = count->current;
+    stat->peak = count->peak;
+    stat->allocated = count->allocated;
+    stat->freed = count->freed;
+  }
+  return stats;
+}
+#endif
 
 } // namespace sidestream

@@ -5,12 +5,15 @@
 #pragma once
 
 #include "scheduler.h"
+#include "streams.h"
+#include "torch_versions.h"
 
 #include <c10/core/Allocator.h>
 
 #include <array>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace sidestream {
@@ -28,7 +31,27 @@ struct Block {
   bool listed = false; // in the list of blocks to poison
 };
 
-class Allocator final : public c10::Allocator {
+// Bytes, counted as torch.cuda.memory_stats counts them.
+struct ByteCount {
+  int64_t current = 0;
+  int64_t peak = 0;
+  int64_t allocated = 0; // in all
+  int64_t freed = 0; // in all
+
+  void increase(int64_t size_bytes);
+  void decrease(int64_t size_bytes);
+};
+
+struct MemoryStatistics {
+  ByteCount allocated; // live blocks, rounded up to size classes as on CUDA
+  ByteCount active; // live blocks, and freed ones that wait for streams that they were recorded on
+  ByteCount reserved; // all blocks
+};
+
+// Free and total bytes of the memory that both devices are made of: the host's.
+std::pair<size_t, size_t> memory_info();
+
+class Allocator final : public DeviceAllocatorInterface {
  public:
   static Allocator& get();
 
@@ -41,14 +64,25 @@ class Allocator final : public c10::Allocator {
   void record_stream(Block& block, Stream& stream);
   void free(Block& block);
 
-  // Bytes of live blocks, rounded up to size classes as on CUDA.
-  int64_t allocated_bytes(c10::DeviceIndex device);
-  int64_t reserved_bytes(c10::DeviceIndex device);
-  // Gives cached memory back to the system, unless work is pending.
+  MemoryStatistics statistics(c10::DeviceIndex device);
+  void reset_accumulated_statistics(c10::DeviceIndex device);
+  void reset_peak_statistics(c10::DeviceIndex device);
+  // Gives cached memory back to the system. Waits for all work first, as cudaFree does, if there is any memory to give back.
   void empty_cache();
   // Fills blocks that were freed since the last call with 0xFF, so that nothing of the last repetition looks right by chance.
   // Only while nothing is pending, with the lock held.
   void poison_freed();
+
+#ifdef SIDESTREAM_HAS_DEVICE_ALLOCATOR
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override { empty_cache(); }
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override;
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override;
+  void resetAccumulatedStats(c10::DeviceIndex device) override { reset_accumulated_statistics(device); }
+  void resetPeakStats(c10::DeviceIndex device) override { reset_peak_statistics(device); }
+  // A virtual function of newer versions of torch alone, so not marked `override`.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) { return memory_info(); }
+#endif
 
  private:
   struct Deferred {
@@ -58,12 +92,12 @@ class Allocator final : public c10::Allocator {
   std::vector<Block*>& free_list(const Block& block) { return free_[block.owner][block.size_bytes]; }
   void make_available(Block& block);
   void process_deferred();
+  bool has_cached_blocks() const;
 
   std::unordered_map<Stream*, std::unordered_map<int64_t, std::vector<Block*>>> free_;
   std::vector<Deferred> deferred_;
   std::vector<Block*> freed_; // since the last poison_freed
-  std::array<int64_t, 8> allocated_{};
-  std::array<int64_t, 8> reserved_{};
+  std::array<MemoryStatistics, kDevices> statistics_{};
 };
 
 } // namespace sidestream

@@ -24,6 +24,7 @@
 #include <pybind11/stl.h>
 
 #include <exception>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -224,6 +225,26 @@ py::dict schedule_report() {
   return report;
 }
 
+// Under the names that torch.cuda.memory_stats has for them.
+std::map<std::string, int64_t> memory_statistics(int device) {
+  MemoryStatistics statistics;
+  {
+    py::gil_scoped_release release;
+    statistics = Allocator::get().statistics(static_cast<c10::DeviceIndex>(device));
+  }
+  std::map<std::string, int64_t> named;
+  auto name = [&](const std::string& prefix, const ByteCount& count) {
+    named[prefix + ".all.current"] = count.current;
+    named[prefix + ".all.peak"] = count.peak;
+    named[prefix + ".all.allocated"] = count.allocated;
+    named[prefix + ".all.freed"] = count.freed;
+  };
+  name("allocated_bytes", statistics.allocated);
+  name("active_bytes", statistics.active);
+  name("reserved_bytes", statistics.reserved);
+  return named;
+}
+
 bool is_taken() {
   return c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)].load() != nullptr ||
       at::isPrivateUse1HooksRegistered();
@@ -260,12 +281,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return int(exchange_device(static_cast<c10::DeviceIndex>(device)));
   });
   module.def("sleep", &sidestream::sleep, py::arg("cycles"), Release());
-  module.def("memory_allocated", [](int device) {
-    return Allocator::get().allocated_bytes(static_cast<c10::DeviceIndex>(device));
+  module.def("memory_statistics", &memory_statistics, py::arg("device"));
+  module.def("reset_accumulated_memory_statistics", [](int device) {
+    Allocator::get().reset_accumulated_statistics(static_cast<c10::DeviceIndex>(device));
   }, Release());
-  module.def("memory_reserved", [](int device) {
-    return Allocator::get().reserved_bytes(static_cast<c10::DeviceIndex>(device));
+  module.def("reset_peak_memory_statistics", [](int device) {
+    Allocator::get().reset_peak_statistics(static_cast<c10::DeviceIndex>(device));
   }, Release());
+  module.def("memory_info", &memory_info);
   module.def("empty_cache", [] { Allocator::get().empty_cache(); }, Release());
   module.def("metadata_cache_size", &metadata_cache_size);
   module.def("manual_seed", [](int device, uint64_t seed) {

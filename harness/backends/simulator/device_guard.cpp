@@ -3,13 +3,10 @@
 #include "allocator.h"
 #include "scheduler.h"
 #include "streams.h"
+#include "torch_versions.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
-#if __has_include(<c10/core/DeviceCapability.h>)
-#include <c10/core/DeviceCapability.h>
-#define SIDESTREAM_HAS_DEVICE_CAPABILITY 1
-#endif
 
 #include <mutex>
 #include <utility>
@@ -95,7 +92,10 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
+    TORCH_CHECK(
+        device == -1 || device == stream.device_index(),
+        "Event device index ", int(device), " does not match recording stream's device index ", int(stream.device_index()), ".");
     auto recording = Scheduler::get().record(Scheduler::get().stream(stream));
     if (!*event) {
       *event = new Event();
@@ -128,6 +128,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(Scheduler::get().mutex);
     TORCH_CHECK(
         first->complete && second->complete, "Both events must be complete before the time between them can be asked for.");
+    TORCH_CHECK(first->stream->device == second->stream->device, "There is no time between events of two devices.");
     TORCH_CHECK(
         first->clock == second->clock, "The two events were recorded under different schedules, which share no clock.");
     return (second->completed_us - first->completed_us) / 1e3;

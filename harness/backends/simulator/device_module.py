@@ -6,6 +6,8 @@ the native extension and registers it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from types import ModuleType, TracebackType
 
 import torch
@@ -16,6 +18,8 @@ _DeviceLike = torch.device | str | int | None
 
 _native: ModuleType
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_initialized = True
+"""For ``torch.utils.checkpoint``, which leaves the random numbers of a device alone that is not in use yet."""
 
 
 def bind(native: ModuleType) -> None:
@@ -133,6 +137,16 @@ def manual_seed_all(seed: int) -> None:
         _native.manual_seed(index, seed & _SEED_MASK)
 
 
+def seed() -> None:
+    """Seeds the current device's generator with a number that nobody chose."""
+    manual_seed(int.from_bytes(os.urandom(8), "little"))
+
+
+def seed_all() -> None:
+    """Seeds every device's generator with one number that nobody chose."""
+    manual_seed_all(int.from_bytes(os.urandom(8), "little"))
+
+
 def initial_seed() -> int:
     """The seed of the current device's generator."""
     return int(_native.initial_seed(current_device()))
@@ -148,18 +162,61 @@ def set_rng_state(state: torch.Tensor, device: _DeviceLike = None) -> None:
     _native.set_rng_state(_index(device), bytes(state.tolist()))
 
 
+def get_rng_state_all() -> list[torch.Tensor]:
+    """State of every device's generator."""
+    return [get_rng_state(index) for index in range(device_count())]
+
+
+def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
+    """Sets the states of the devices' generators, from device 0 on."""
+    for index, state in enumerate(states):
+        set_rng_state(state, index)
+
+
+def memory_stats(device: _DeviceLike = None) -> dict[str, int]:
+    """Bytes by name: ``allocated_bytes.all.current`` (``.peak``, ``.allocated``, ``.freed``), ``active_bytes``, ..."""
+    return dict(_native.memory_statistics(_index(device)))
+
+
 def memory_allocated(device: _DeviceLike = None) -> int:
     """Bytes of live blocks, rounded up to the allocator's size classes (512 bytes)."""
-    return int(_native.memory_allocated(_index(device)))
+    return memory_stats(device)["allocated_bytes.all.current"]
+
+
+def max_memory_allocated(device: _DeviceLike = None) -> int:
+    """The most that :func:`memory_allocated` has been since the last :func:`reset_peak_memory_stats`."""
+    return memory_stats(device)["allocated_bytes.all.peak"]
 
 
 def memory_reserved(device: _DeviceLike = None) -> int:
     """Bytes of live and cached blocks."""
-    return int(_native.memory_reserved(_index(device)))
+    return memory_stats(device)["reserved_bytes.all.current"]
+
+
+def max_memory_reserved(device: _DeviceLike = None) -> int:
+    """The most that :func:`memory_reserved` has been since the last :func:`reset_peak_memory_stats`."""
+    return memory_stats(device)["reserved_bytes.all.peak"]
+
+
+def reset_peak_memory_stats(device: _DeviceLike = None) -> None:
+    """Lets the peaks start again from what there is now."""
+    _native.reset_peak_memory_statistics(_index(device))
+
+
+def reset_accumulated_memory_stats(device: _DeviceLike = None) -> None:
+    """Lets the sums of all allocations and frees start again from zero."""
+    _native.reset_accumulated_memory_statistics(_index(device))
+
+
+def mem_get_info(device: _DeviceLike = None) -> tuple[int, int]:
+    """Free and total bytes of a device's memory, which is the host's."""
+    _index(device)
+    free_bytes, total_bytes = _native.memory_info()
+    return free_bytes, total_bytes
 
 
 def empty_cache() -> None:
-    """Gives cached memory back to the system; does nothing while work is pending or a repetition is running."""
+    """Gives cached memory back to the system; waits for all work first, as ``cudaFree`` does."""
     _native.empty_cache()
 
 
