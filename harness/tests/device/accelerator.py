@@ -68,7 +68,8 @@ class Accelerator:
 
     def default_stream(self, index: int = 0) -> torch.Stream:
         """The default stream of a device."""
-        return self.module.default_stream(index)  # type: ignore[no-any-return]
+        device_type = torch.accelerator.current_stream(index).device_type
+        return torch.Stream(stream_id=0, device_index=index, device_type=device_type)
 
     @contextlib.contextmanager
     def busy(self, *streams: torch.Stream) -> Iterator[None]:
@@ -78,25 +79,29 @@ class Accelerator:
         real device a sleep of :data:`BUSY_MS` keeps the stream busy, so a block must not do anything slow; on the
         simulator a launch that the scheduler holds back.
         """
+        self.keep_busy(*streams)
+        try:
+            yield
+        finally:
+            if isinstance(self.backend, SimulatedBackend):
+                self.backend.native.finish_repetition()
+            else:
+                self.backend.synchronize()
+
+    def keep_busy(self, *streams: torch.Stream) -> None:
+        """Like :meth:`busy`, for a process that ends before the streams have gone on."""
         self.backend.synchronize()
         if isinstance(self.backend, SimulatedBackend):
-            native = self.backend.native
-            native.begin_repetition([(stream.device_index, stream.stream_id, 0) for stream in streams], False, False)
-            try:
-                self._sleep(streams, 1)
-                yield
-            finally:
-                native.finish_repetition()
-        else:
-            self._sleep(streams, int(BUSY_MS * self._cycles_per_ms))
-            try:
-                yield
-            finally:
-                self.backend.synchronize()
+            holds = [(stream.device_index, stream.stream_id, 0) for stream in streams]
+            self.backend.native.begin_repetition(holds, False, False)
+        self._sleep(streams, int(BUSY_MS * self._cycles_per_ms))
 
     def _sleep(self, streams: tuple[torch.Stream, ...], cycles: int) -> None:
         for stream in streams:
-            with stream:
+            # Another object, since before torch 2.13 one and the same cannot be entered twice.
+            with torch.Stream(
+                stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+            ):
                 self.module._sleep(cycles)
 
     def run_script(self, script: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:

@@ -28,3 +28,7 @@ def two_devices(accelerator: Accelerator) -> None:
     """For tests that need two devices."""
     if accelerator.device_count < 2:
         pytest.skip("not covered: needs two devices")
+    # The first copy between two devices opens the way between them, which can wait for both.
+    for index in (0, 1):
+        accelerator.full(1.0, index=index).to(accelerator.device(1 - index))
+    accelerator.backend.synchronize()
