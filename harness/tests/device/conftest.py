@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from harness.backends import simulator
+from harness.perturb.schedule import SubmissionOrder
 from harness.plugin import RUN
-from harness.tests.device.accelerator import Accelerator
+from harness.tests.device.accelerator import SCHEDULES, Accelerator
 
 # CUDA loads a kernel when it is first used, and that can wait for the device (CUDA Programming Guide, "Lazy Loading").
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
-@pytest.fixture(scope="session")
-def accelerator(request: pytest.FixtureRequest) -> Accelerator:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test under every schedule that decides when a simulated device goes on."""
+    if "accelerator" in metafunc.fixturenames and metafunc.config.stash[RUN].options.device == "sim":
+        metafunc.parametrize("accelerator", SCHEDULES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """The device under test."""
     name = request.config.stash[RUN].options.device
-    if name != "sim" and torch._C._get_privateuse1_backend_name() != "privateuseone":
+    if name == "sim":
+        yield Accelerator(name, request.param)
+        simulator.set_schedule(SubmissionOrder())
+        return
+    if torch._C._get_privateuse1_backend_name() != "privateuseone":
         pytest.skip("not covered: this process has the simulator as its accelerator; run harness/tests/device alone")
-    return Accelerator(name)
+    yield Accelerator(name)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness.tests.device.accelerator import Accelerator
+from harness.tests.device.differences import DIFFERENCES
 
 
 def event_of(accelerator: Accelerator, *, timed: bool = False) -> torch.Event:
@@ -166,6 +167,19 @@ def test_the_time_between_two_events_is_that_of_their_order(accelerator: Acceler
     assert 0.0 <= start.elapsed_time(end) < 1000.0
     assert start.elapsed_time(start) == 0.0
     assert end.elapsed_time(start) == -start.elapsed_time(end)
+
+
+def test_the_time_between_two_events_is_that_of_the_work_between_them(accelerator: Accelerator) -> None:
+    if not accelerator.sleep_takes_time:
+        pytest.skip(f"not covered: {DIFFERENCES['sleep']}")
+    (stream,) = accelerator.streams(1)
+    start, end = (event_of(accelerator, timed=True) for _ in range(2))
+    with stream:
+        start.record()
+        accelerator.sleep(20.0)
+        end.record()
+    end.synchronize()
+    assert 18.0 < start.elapsed_time(end) < 40.0
 
 
 def test_there_is_no_time_between_events_without_timing_or_record_or_completion(accelerator: Accelerator) -> None:

@@ -25,7 +25,7 @@ BACKWARD = """
 """
 
 
-@pytest.mark.parametrize("body", [PENDING, BACKWARD, BACKWARD + PENDING], ids=["pending", "backward", "both"])
+@pytest.mark.parametrize("body", [PENDING, BACKWARD + PENDING], ids=["pending", "backward and pending"])
 def test_a_process_ends_cleanly(accelerator: Accelerator, body: str) -> None:
     done = accelerator.run_script(body)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
