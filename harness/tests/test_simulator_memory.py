@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from harness.backends.simulator import device_module as sim
 from harness.tests.simulator_support import filled, preparing, registered, repetition, streams
 
 
@@ -116,41 +115,3 @@ def test_memory_freed_in_one_repetition_is_poisoned_for_the_next(native: ModuleT
                     value = torch.empty(777, device="sim")
                 assert value.data_ptr() == address
                 assert value.isnan().all().item()
-
-
-def test_accounting(native: ModuleType) -> None:
-    gc.collect()
-    before, other = sim.memory_allocated(), sim.memory_allocated(1)
-    value = torch.empty(129, device="sim")  # 516 bytes
-    assert sim.memory_allocated("sim:0") - before == 1024
-    assert sim.memory_reserved() >= sim.memory_allocated()
-    view = value[:3]
-    del value
-    assert sim.memory_allocated(0) - before == 1024
-    del view
-    assert sim.memory_allocated(0) == before
-    assert sim.memory_allocated(1) == other
-    assert torch.empty(0, device="sim").data_ptr() == 0
-
-
-def test_a_kernel_keeps_no_storage_alive(native: ModuleType) -> None:
-    (held,) = streams(1)
-    with repetition(native, [(held, 0)]):
-        before = sim.memory_allocated()
-        with held:
-            value = filled(100, 1.0)  # held
-        del value
-        assert sim.memory_allocated() == before
-
-
-def test_storages_are_resized(native: ModuleType) -> None:
-    value = torch.arange(8.0, device="sim")
-    storage = value.untyped_storage()
-    storage.resize_(0)
-    assert storage.nbytes() == 0
-    storage.resize_(32)
-    value.copy_(torch.arange(8.0))
-    storage.resize_(64)
-    assert torch.equal(value.cpu(), torch.arange(8.0))
-    grown = torch.arange(3.0, device="sim").resize_(5)
-    assert torch.equal(grown[:3].cpu(), torch.arange(3.0))

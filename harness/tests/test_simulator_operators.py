@@ -162,51 +162,6 @@ def test_output_metadata_is_cached_by_call_signature(native: ModuleType) -> None
     assert (torch.arange(4, device="sim") + 1.5).dtype == torch.float32
 
 
-def test_random_numbers_follow_the_seed(native: ModuleType) -> None:
-    def draw() -> list[torch.Tensor]:
-        ones = torch.ones(64, device="sim")
-        return [
-            torch.rand(4, device="sim"),
-            torch.randn(4, device="sim:1"),
-            nn.functional.dropout(ones),
-            torch.randperm(9, device="sim"),
-        ]
-
-    torch.manual_seed(7)
-    host = torch.get_rng_state()
-    first = draw()
-    assert torch.equal(torch.get_rng_state(), host)  # the host's own numbers are left alone
-    second = draw()
-    torch.manual_seed(7)
-    for one, other, later in zip(draw(), first, second, strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
-        assert not torch.equal(one.cpu(), later.cpu())
-    state = sim.get_rng_state()
-    drawn = torch.rand(4, device="sim")
-    sim.set_rng_state(state)
-    assert torch.equal(torch.rand(4, device="sim").cpu(), drawn.cpu())
-    generator = torch.Generator(device="sim").manual_seed(3)
-    assert torch.equal(
-        torch.rand(4, device="sim", generator=generator).cpu(),
-        torch.rand(4, device="sim", generator=generator.manual_seed(3)).cpu(),
-    )
-
-
-def test_random_numbers_are_drawn_at_enqueue(native: ModuleType) -> None:
-    """Two launches get their numbers by the order in which they are enqueued, not by that in which they run."""
-    results = []
-    for held in (False, True):
-        pair = streams(2)
-        torch.manual_seed(1)
-        with repetition(native, [(pair[0], 0)] if held else []):
-            values = []
-            for stream in pair:
-                with stream:
-                    values.append(torch.empty(4, device="sim").uniform_())
-        results.append([value.cpu() for value in values])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 def test_an_operator_without_a_cpu_kernel_says_so(native: ModuleType) -> None:
     cell = nn.LSTM(6, 4).to("sim")
     with pytest.raises(NotImplementedError, match=r"_thnn_fused_lstm_cell has no CPU kernel"):
