@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -34,6 +35,14 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     if torch._C._get_privateuse1_backend_name() != "privateuseone":
         pytest.skip("not covered: this process has the simulator as its accelerator; run harness/tests/device alone")
     yield Accelerator(name)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """Memory is freed with its last reference, and never between two lines of a test that counts it."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -31,9 +31,11 @@ def backward_is_warm(accelerator: Accelerator) -> None:
     accelerator.backend.synchronize()
 
 
-def test_backward_waits_for_the_stream_that_it_is_called_on(accelerator: Accelerator) -> None:
+@pytest.mark.parametrize("from_default", [True, False])
+def test_backward_waits_for_the_stream_that_it_is_called_on(accelerator: Accelerator, from_default: bool) -> None:
     backward_is_warm(accelerator)
-    forward, ambient = accelerator.streams(2)
+    forward, other = accelerator.streams(2)
+    ambient = accelerator.default_stream() if from_default else other
     leaf, product = leaf_and_product(accelerator, forward)
     seed = accelerator.full(0.0)
     with accelerator.busy(ambient), ambient:
@@ -44,9 +46,11 @@ def test_backward_waits_for_the_stream_that_it_is_called_on(accelerator: Acceler
     assert leaf.grad.unique().tolist() == [15.0]
 
 
-def test_the_stream_that_backward_is_called_on_waits_for_its_end(accelerator: Accelerator) -> None:
+@pytest.mark.parametrize("from_default", [True, False])
+def test_the_stream_that_backward_is_called_on_waits_for_its_end(accelerator: Accelerator, from_default: bool) -> None:
     backward_is_warm(accelerator)
-    forward, ambient = accelerator.streams(2)
+    forward, other = accelerator.streams(2)
+    ambient = accelerator.default_stream() if from_default else other
     leaf, product = leaf_and_product(accelerator, forward)
     seed, seen = accelerator.full(5.0), accelerator.full(0.0)
     with accelerator.busy(forward), ambient:

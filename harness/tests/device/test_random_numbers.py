@@ -72,6 +72,10 @@ def test_the_state_of_a_generator_can_be_taken_and_put_back(accelerator: Acceler
     other = torch.Generator(device=accelerator.device())
     other.set_state(state)
     assert rand(accelerator, other) == expected
+    generator.set_state(state)
+    clone = generator.clone_state()
+    assert rand(accelerator, clone) == expected
+    assert rand(accelerator, generator) == expected
 
 
 def test_the_state_of_the_default_generator_can_be_taken_and_put_back(accelerator: Accelerator) -> None:
