@@ -33,8 +33,10 @@ from harness.backends import compile_extension
 from harness.backends.toolchain import build_environment
 from harness.errors import UsageError
 
-FLAGS = ("-O2",)
-SANITIZED_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer")
+AS_TORCH_WAS_BUILT = "-DNDEBUG"
+"""``at::RecordFunction`` has members that exist only without NDEBUG, which PyTorch's own libraries are built with."""
+FLAGS = ("-O2", AS_TORCH_WAS_BUILT)
+SANITIZED_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", AS_TORCH_WAS_BUILT)
 SANITIZER_VARIABLE = "SIDESTREAM_SANITIZER"
 """Environment variable: the compiler's sanitizer to build extensions with, if any (see ``ci/sanitize.sh``)."""
 SANITIZERS = ("address", "undefined", "thread")

@@ -1,6 +1,4 @@
 // The Python side of the tap: the functions that every native instrument of Sidestream offers, and the tap's own.
-#include "as_torch_was_built.h"
-
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,3 @@
-#include "as_torch_was_built.h"
-
 #include "launch_observer.h"
 
 #include <ATen/Context.h>

@@ -1,5 +1,3 @@
-#include "as_torch_was_built.h"
-
 #include "operations.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
