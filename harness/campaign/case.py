@@ -16,7 +16,7 @@ from harness.exit_codes import ExitCode
 from harness.judge.happens_before import describe as describe_access
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
-from harness.observe.trace import Free, Launch
+from harness.observe.trace import Free, HostAccess, Launch
 from harness.perturb.enumerate_plans import cycle_length, plan_for_repetition
 from harness.perturb.plan import LaunchId, Plan
 
@@ -47,6 +47,8 @@ class Discovery:
     launches: dict[LaunchId, Launch]
     """In submission order, with source lines."""
     frees: list[Free]
+    """In order, with source lines."""
+    host_accesses: list[HostAccess]
     """In order, with source lines."""
     aimed: frozenset[LaunchId]
     """For a control: the launches to hold so that the race shows."""
@@ -113,7 +115,8 @@ class Case:
             differing = ", ".join(map(str, sorted(again ^ set(launches))))
             raise self._varies(f"{differing} only sometimes")
         frees = [entry for entry in serial.recording.trace if type(entry) is Free]
-        self.discovery = Discovery(launches, frees, self._aimed(launches, baseline))
+        host_accesses = [entry for entry in serial.recording.trace if type(entry) is HostAccess]
+        self.discovery = Discovery(launches, frees, host_accesses, self._aimed(launches, baseline))
         return self.discovery
 
     def _varies(self, how: str) -> CaseError:

@@ -6,17 +6,20 @@ work of that stream that is ordered before. What orders:
 
 * Work of one stream runs in submission order.
 * A wait orders what follows on its stream after everything that the recording it names was ordered after.
-* A host sync orders everything enqueued later, on any stream, after what the host waited for. The host is one actor,
-  whatever thread it enqueued from.
+* The host works in program order, and whatever it enqueues is ordered after what it did before. It is one actor,
+  whatever thread it acted from: races between threads of the host are not looked for.
+* A host sync orders what the host does next, and so everything enqueued later, on any stream, after what the host
+  waited for.
 * An allocation orders the *accesses of its block* that come after it, and nothing else, after the recordings that the
   allocator saw completed. In fact the host knew more at that moment, but only because the allocator happened to ask
   late enough: the same program with one launch delayed gets another block and no such order, so other memory must
   not rely on it.
 
-A free writes its whole block on the owning stream. It has no work of its own: whoever is ordered after what the owner
-had been given by then is ordered after the free. It must not overtake an access of another stream, unless a deferred
-recording (``record_stream``) covers that access; the deferral delays the reuse and not the owner, so it orders nothing
-else. A block is as large as its allocations and accesses in the trace make it.
+A free of device memory writes its whole block on the owning stream. It has no work of its own: whoever is ordered
+after what the owner had been given by then is ordered after the free. It must not overtake an access of another stream,
+unless a deferred recording (``record_stream``) covers that access; the deferral delays the reuse and not the owner, so
+it orders nothing else. A free of pinned memory is a write by the host, and the deferred recordings are those made after
+the copies that the pinned allocator knows of. A block is as large as its allocations and accesses in the trace make it.
 
 Accesses are byte ranges of blocks: disjoint slices of one buffer do not conflict, overlapping views do.
 """
@@ -28,7 +31,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
-from harness.observe.trace import Allocate, Free, Launch, Record, Trace, Wait
+from harness.observe.trace import Allocate, Free, HostAccess, Launch, Record, Trace, Wait
 from harness.perturb.plan import LaunchId
 
 RaceKind: TypeAlias = Literal[
@@ -48,6 +51,9 @@ _Cells: TypeAlias = tuple[list[int], list[list[_Visit]]]
 _Conflicts: TypeAlias = dict[tuple[int, int, int], tuple[int, int, int]]
 """(second entry, first entry, block) -> (rank of the kind, first byte in conflict, end of the last)."""
 
+_HOST = ""
+"""The host's own place in clocks and visits; no stream is called so."""
+
 _KINDS: tuple[RaceKind, ...] = ("read after write", "write after write", "write after read")
 
 
@@ -56,8 +62,8 @@ class Race:
     """Two conflicting accesses of one block that nothing orders."""
 
     first: Launch | Free
-    """The one submitted first."""
-    second: Launch | Free
+    """The one submitted first; never the host's own, which is ordered before all that follows."""
+    second: Launch | Free | HostAccess
     kind: RaceKind
     """Named from the second's side. Where one pair conflicts in several ways, the first of: read after write, write
     after write, write after read."""
@@ -68,32 +74,42 @@ class Race:
     """One past the last byte in conflict; bytes between may be free of conflict."""
     reused: bool
     """Whether the block was freed between the two, so that they belong to different tensors."""
+    pinned: bool
+    """Whether what was freed, by the second or between the two, is pinned memory."""
     hold: LaunchId | None
     """The launch to hold to make the race visible (the aimed plan): the first access, or what the owner was last given
     before a free."""
 
     @property
-    def first_stream(self) -> str:
-        """The stream of the access submitted first; for a free, the owner of the block."""
+    def first_stream(self) -> str | None:
+        """The stream of the access submitted first; for a free, the owner of the block. None for the host."""
         return _stream_of(self.first)
 
     @property
-    def second_stream(self) -> str:
-        """The stream of the access submitted second; for a free, the owner of the block."""
+    def second_stream(self) -> str | None:
+        """The stream of the access submitted second; for a free, the owner of the block. None for the host."""
         return _stream_of(self.second)
 
     @property
     def missing_wait(self) -> str:
         """What would have ordered the two, as a sentence."""
         first, stream = describe(self.first), self.first_stream
-        wait = f"stream {self.second_stream!r} must wait for stream {stream!r} after {first} and before "
+        if self.second_stream is None:
+            wait = f"the host must synchronize stream {stream!r}, or an event recorded on it after {first}, before "
+        else:
+            wait = f"stream {self.second_stream!r} must wait for stream {stream!r} after {first} and before "
         wait += describe(self.second)
         if isinstance(self.second, Free) or self.reused:
             freed = "is freed" if isinstance(self.second, Free) else "was freed and handed out again"
-            return (
-                f"block {self.block} {freed} while {first} on stream {stream!r} may still use it: record_stream of "
-                f"{stream!r} on the tensor is missing, or {wait}."
-            )
+            cause = f"record_stream of {stream!r} on the tensor is missing, or {wait}."
+            if self.pinned:
+                cause = (
+                    "the pinned allocator does not know of that use, which did not go through the tensor that owns the "
+                    f"memory, so {wait}."
+                )
+            return f"block {self.block} {freed} while {first} on stream {stream!r} may still use it: {cause}"
+        if isinstance(self.second, HostAccess):
+            wait += " reads it" if self.kind == "read after write" else " writes it"
         return f"{wait}."
 
     def __str__(self) -> str:
@@ -103,8 +119,11 @@ class Race:
         )
 
 
-def describe(entry: Launch | Free) -> str:
+def describe(entry: Launch | Free | HostAccess) -> str:
     """One entry of a race in words: ``ambient:1 (aten::mul.Tensor in MulBackward0, case.py:12)``."""
+    if isinstance(entry, HostAccess):
+        details = ", ".join(filter(None, [entry.node and f"in {entry.node}", entry.line and str(entry.line)]))
+        return f"{entry.operation} on the host" + (f" ({details})" if details else "")
     if isinstance(entry, Free):
         return f"the free of block {entry.block}" + (f" ({entry.line})" if entry.line else "")
     details = entry.operation
@@ -150,13 +169,17 @@ def find_races(trace: Trace) -> list[Race]:
             elif event in recordings:
                 _join(clock, recordings[event])
         elif isinstance(entry, Free):
-            block, stream, deferred, _ = entry
+            block, owner, deferred, _ = entry
             if sizes is None:
                 sizes = _sizes(trace)
             if block not in sizes:
                 continue
-            clock = clocks.get(stream, host)
-            free = (clock.get(stream, -1), stream, True, index)
+            if owner is None:
+                _let_host_act(host, clocks, index)
+                clock, free = host, (index, _HOST, True, index)
+            else:
+                clock = clocks.get(owner, host)
+                free = (clock.get(owner, -1), owner, True, index)
             covered = _latest(recordings, deferred) if deferred else None
             _visit(blocks, block, 0, sizes[block], free, clock, covered, conflicts)
         elif isinstance(entry, Allocate):
@@ -164,6 +187,11 @@ def find_races(trace: Trace) -> list[Race]:
                 seen = _latest(recordings, entry.after)
                 cells = blocks[entry.block][1]
                 cells[:] = [[visit for visit in cell if seen.get(visit[1], -1) < visit[0]] for cell in cells]
+        elif isinstance(entry, HostAccess):
+            _let_host_act(host, clocks, index)
+            for block, start, stop, write in entry.accesses:
+                if start < stop:
+                    _visit(blocks, block, start, stop, (index, _HOST, write, index), host, None, conflicts)
         elif entry.stream is None and entry.event is None:
             # Nothing before this can race with anything after it.
             host.clear()
@@ -183,13 +211,20 @@ def _sizes(trace: Trace) -> dict[int, int]:
     """The size of each block in bytes, as far as the trace knows of it."""
     sizes: dict[int, int] = {}
     for entry in trace:
-        if isinstance(entry, Launch):
+        if isinstance(entry, Launch | HostAccess):
             for block, _, stop, _ in entry.accesses:
                 if stop > sizes.get(block, 0):
                     sizes[block] = stop
         elif isinstance(entry, Allocate) and entry.size_bytes > sizes.get(entry.block, 0):
             sizes[entry.block] = entry.size_bytes
     return sizes
+
+
+def _let_host_act(host: _Clock, clocks: dict[str, _Clock], time: int) -> None:
+    """The host does something itself, which comes before everything that is enqueued after it."""
+    host[_HOST] = time
+    for clock in clocks.values():
+        clock[_HOST] = time
 
 
 def _join(clock: _Clock, other: _Clock) -> None:
@@ -269,20 +304,23 @@ def _races(trace: Trace, conflicts: _Conflicts) -> list[Race]:
             frees.setdefault(entry.block, []).append(index)
     races = []
     for (second_index, first_index, block), (rank, start, stop) in sorted(conflicts.items()):
-        first, second = cast(Launch | Free, trace[first_index]), cast(Launch | Free, trace[second_index])
+        first = cast(Launch | Free, trace[first_index])
+        second = cast(Launch | Free | HostAccess, trace[second_index])
         kind = _KINDS[rank]
         if isinstance(second, Free):
             kind = "freed while in use"
         elif isinstance(first, Free):
             kind = "read after free" if rank == 0 else "write after free"
         between = frees.get(block, [])
-        reused = bisect_left(between, second_index) > bisect_left(between, first_index + 1)
-        hold = first.id if isinstance(first, Launch) else _last_launch(trace, first_index, first.stream)
-        races.append(Race(first, second, kind, block, start, stop, reused, hold))
+        reused = bisect_left(between, second_index) > (position := bisect_left(between, first_index + 1))
+        freed = trace[between[position]] if reused else second
+        pinned = isinstance(freed, Free) and freed.stream is None
+        hold = first.id if isinstance(first, Launch) else _last_launch(trace, first_index, _stream_of(first))
+        races.append(Race(first, second, kind, block, start, stop, reused, pinned, hold))
     return races
 
 
-def _last_launch(trace: Trace, before: int, stream: str) -> LaunchId | None:
+def _last_launch(trace: Trace, before: int, stream: str | None) -> LaunchId | None:
     for index in range(before - 1, -1, -1):
         entry = trace[index]
         if isinstance(entry, Launch) and entry.id.stream == stream:
@@ -290,5 +328,7 @@ def _last_launch(trace: Trace, before: int, stream: str) -> LaunchId | None:
     return None
 
 
-def _stream_of(entry: Launch | Free) -> str:
-    return entry.id.stream if isinstance(entry, Launch) else entry.stream
+def _stream_of(entry: Launch | Free | HostAccess) -> str | None:
+    if isinstance(entry, Launch):
+        return entry.id.stream
+    return entry.stream if isinstance(entry, Free) else None

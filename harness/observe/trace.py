@@ -71,8 +71,23 @@ class HostSync(NamedTuple):
     event: int | None
 
 
+class HostAccess(NamedTuple):
+    """The host itself read or wrote pinned memory, at once: an operator on CPU tensors, ``tolist()``, ``numpy()``.
+
+    ``numpy()`` counts as a read at the moment when it is asked for; what becomes of the array afterwards is not seen.
+    """
+
+    operation: str
+    """The dispatcher's name (``aten::_local_scalar_dense``), or the method's (``Tensor.numpy``)."""
+    node: str | None
+    """The autograd node that was running, or None outside backward."""
+    line: SourceLine | None
+    """The line of the caller's code, as for a launch."""
+    accesses: tuple[Access, ...]
+
+
 class Allocate(NamedTuple):
-    """A block handed out by the caching allocator to the stream that owns it.
+    """A block handed out by a caching allocator: to the stream that owns it, or to the host.
 
     ``after`` are the recordings that the allocator saw completed before it handed the block out again
     (those that ``record_stream`` made it wait for).
@@ -80,19 +95,21 @@ class Allocate(NamedTuple):
 
     block: int
     size_bytes: int
-    stream: str
+    stream: str | None
+    """None for pinned memory, which belongs to the host."""
     after: tuple[int, ...]
 
 
 class Free(NamedTuple):
-    """A block given back. ``deferred`` are the recordings that its reuse must wait for (``record_stream``)."""
+    """A block given back. ``deferred`` are the recordings that its reuse must wait for: those of ``record_stream``; of
+    pinned memory, those of the copies that the allocator knows of."""
 
     block: int
-    stream: str
-    """The owning stream: the one that the block was allocated on."""
+    stream: str | None
+    """The owning stream: the one that the block was allocated on. None for pinned memory."""
     deferred: tuple[int, ...]
     line: SourceLine | None
 
 
-Entry: TypeAlias = Launch | Record | Wait | HostSync | Allocate | Free
+Entry: TypeAlias = Launch | Record | Wait | HostSync | HostAccess | Allocate | Free
 Trace: TypeAlias = list[Entry]

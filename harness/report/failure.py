@@ -11,7 +11,7 @@ from harness.campaign.repetition import Repetition
 from harness.judge.happens_before import Race
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
-from harness.observe.trace import Free, Launch, SourceLine, Trace
+from harness.observe.trace import Free, HostAccess, Launch, SourceLine, Trace
 
 NOT_FLAKY = (
     "A wrong value or an unordered access is never 'just flaky': it is a bug in PyTorch, in the driver or in this "
@@ -33,8 +33,7 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
     for mismatch in judgement.mismatches:
         lines.append(f"  value    {mismatch}")
         lines += _code(mismatch.line)
-    for race in judgement.races:
-        lines += _race(race, discovery, repetition.recording.trace)
+    lines += _races(judgement.races, discovery, repetition.recording.trace)
     for outcome in repetition.holds:
         held = discovery.launches.get(outcome.launch)
         what = f" ({held.operation})" if held else ""
@@ -82,6 +81,29 @@ def _headline(repetition: Repetition) -> str:
     return f"{judgement.verdict.value}: {' and '.join(seen)}"
 
 
+def _races(races: list[Race], discovery: Discovery, trace: Trace) -> list[str]:
+    """The races. Of those of one line of the host, which may use many operators (printing does), the first stands for
+    all."""
+    lines: list[str] = []
+    told: dict[tuple[int, SourceLine], int] = {}
+    for race in races:
+        place = None
+        if isinstance(race.second, HostAccess):
+            line = _line_of_host_access(race.second, discovery, trace)
+            place = (id(race.first), line) if line else None
+        if place is not None and place in told:
+            told[place] += 1
+            continue
+        if place is not None:
+            told[place] = 0
+        lines += _race(race, discovery, trace)
+    more = sum(told.values())
+    if more:
+        verb = "race is" if more == 1 else "races are"
+        lines.append(f"  and      {more} further {verb} between the same launches and lines of the host")
+    return lines
+
+
 def _race(race: Race, discovery: Discovery, trace: Trace) -> list[str]:
     lines = [f"  race     {race.kind}, bytes {race.start} to {race.stop} of block {race.block}"]
     for word, access in (("first", race.first), ("second", race.second)):
@@ -92,9 +114,15 @@ def _race(race: Race, discovery: Discovery, trace: Trace) -> list[str]:
             node = f" in {access.node} of the forward" if access.node else ""
             lines.append(f"    {word:<7}{access.operation} on {access.id}{node}{_at(known.line)}")
             lines += _code(known.line)
+        elif isinstance(access, HostAccess):
+            line = _line_of_host_access(access, discovery, trace)
+            node = f" in {access.node}" if access.node else ""
+            lines.append(f"    {word:<7}{access.operation} on the host{node}{_at(line)}")
+            lines += _code(line)
         else:
             line = _line_of_free(access, discovery, trace)
-            lines.append(f"    {word:<7}free of the block, owned by {access.stream}{_at(line)}")
+            owner = f"owned by {access.stream}" if access.stream else "which is pinned memory"
+            lines.append(f"    {word:<7}free of the block, {owner}{_at(line)}")
             lines += _code(line)
     lines.append(f"    missing {race.missing_wait}")
     if isinstance(race.second, Launch) and race.second.node and not race.reused:
@@ -109,6 +137,12 @@ def _line_of_free(free: Free, discovery: Discovery, trace: Trace) -> SourceLine 
     position = next(number for number, entry in enumerate(e for e in trace if type(e) is Free) if entry is free)
     known = discovery.frees[position] if position < len(discovery.frees) else None
     return known.line if known is not None and known.stream == free.stream else None
+
+
+def _line_of_host_access(access: HostAccess, discovery: Discovery, trace: Trace) -> SourceLine | None:
+    position = next(number for number, entry in enumerate(e for e in trace if type(e) is HostAccess) if entry is access)
+    known = discovery.host_accesses[position] if position < len(discovery.host_accesses) else None
+    return known.line if known is not None and known.operation == access.operation else None
 
 
 def _at(line: SourceLine | None) -> str:

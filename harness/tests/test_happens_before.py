@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 from harness.judge import happens_before
 from harness.judge.happens_before import find_races
-from harness.observe.trace import Access, Allocate, Free, HostSync, Launch, Record, SourceLine, Trace, Wait
+from harness.observe.trace import (
+    Access,
+    Allocate,
+    Free,
+    HostAccess,
+    HostSync,
+    Launch,
+    Record,
+    SourceLine,
+    Trace,
+    Wait,
+)
 from harness.perturb.plan import LaunchId
 from harness.tests.mutation import planted
 
@@ -39,6 +50,19 @@ def write(name: str, start: int = 0, stop: int = 4, block: int = 0) -> Launch:
     return launch(name, (block, start, stop, True))
 
 
+def host(*accesses: tuple[int, int, int, bool], operation: str = "op", line: int | None = None) -> HostAccess:
+    where = SourceLine("case.py", line) if line else None
+    return HostAccess(operation, None, where, tuple(map(Access._make, accesses)))
+
+
+def host_read(start: int = 0, stop: int = 4, block: int = 0) -> HostAccess:
+    return host((block, start, stop, False))
+
+
+def host_write(start: int = 0, stop: int = 4, block: int = 0) -> HostAccess:
+    return host((block, start, stop, True))
+
+
 def build_trace(draw: Callable[[int, int], int]) -> Trace:
     """A trace of up to 24 entries, decided by ``draw(low, high)``: both ends included.
 
@@ -52,18 +76,24 @@ def build_trace(draw: Callable[[int, int], int]) -> Trace:
     def stream() -> str:
         return streams[draw(0, len(streams) - 1)]
 
+    def owner() -> str | None:
+        return stream() if draw(0, 2) else None  # a stream more often than the host
+
     def some_events() -> tuple[int, ...]:
         return tuple(sorted({draw(1, events + 1) for _ in range(draw(0, 2))}))
 
+    def some_accesses() -> tuple[Access, ...]:
+        accesses = []
+        for _ in range(draw(1, 2)):
+            start = draw(0, BLOCK_BYTES)
+            accesses.append(Access(draw(0, 1), start, draw(start, BLOCK_BYTES), bool(draw(0, 1))))
+        return tuple(accesses)
+
     for _ in range(draw(2, 24)):
-        kind = draw(0, 19)
+        kind = draw(0, 21)
         if kind < 9:
             name = stream()
-            accesses = []
-            for _ in range(draw(1, 2)):
-                start = draw(0, BLOCK_BYTES)
-                accesses.append(Access(draw(0, 1), start, draw(start, BLOCK_BYTES), bool(draw(0, 1))))
-            trace.append(Launch(LaunchId(name, launches[name]), "op", None, None, tuple(accesses)))
+            trace.append(Launch(LaunchId(name, launches[name]), "op", None, None, some_accesses()))
             launches[name] += 1
         elif kind < 12:
             events += 1
@@ -79,9 +109,11 @@ def build_trace(draw: Callable[[int, int], int]) -> Trace:
             else:
                 trace.append(HostSync(None, draw(1, events + 1)))
         elif kind < 18:
-            trace.append(Free(draw(0, 1), stream(), some_events(), None))
+            trace.append(Free(draw(0, 1), owner(), some_events(), None))
+        elif kind < 20:
+            trace.append(HostAccess("op", None, None, some_accesses()))
         else:
-            trace.append(Allocate(draw(0, 1), BLOCK_BYTES, stream(), some_events()))
+            trace.append(Allocate(draw(0, 1), BLOCK_BYTES, owner(), some_events()))
     return trace
 
 
@@ -117,12 +149,15 @@ class Definition:
         """What is ordered directly, by index; each edge leads forward."""
         edges: set[tuple[int, int]] = set()
         work: dict[str, int] = {}
-        host_syncs: list[int] = []
+        host_actions: list[int] = []
         for index, entry in enumerate(self.trace):
             self.last_work.append(dict(work))
             if isinstance(entry, Allocate):
                 continue
-            edges |= {(sync, index) for sync in host_syncs}
+            edges |= {(action, index) for action in host_actions}
+            if isinstance(entry, HostAccess) or (isinstance(entry, Free) and entry.stream is None):
+                host_actions.append(index)
+                continue
             if isinstance(entry, HostSync):
                 if entry.stream is None and entry.event is None:
                     edges |= {(last, index) for last in work.values()}
@@ -130,9 +165,10 @@ class Definition:
                     edges.add((self.recorded_at[entry.event], index))
                 elif entry.stream is not None and entry.stream in work:
                     edges.add((work[entry.stream], index))
-                host_syncs.append(index)
+                host_actions.append(index)
                 continue
             stream = entry.id.stream if isinstance(entry, Launch) else entry.stream
+            assert stream is not None
             if stream in work:
                 edges.add((work[stream], index))
             if isinstance(entry, Free):
@@ -147,7 +183,7 @@ class Definition:
     def chained(self, first: int, to: int) -> bool:
         """Whether an ordered chain leads from an access (or from the last work before a free) to an entry."""
         entry = self.trace[first]
-        if isinstance(entry, Free):
+        if isinstance(entry, Free) and entry.stream is not None:
             last = self.last_work[first].get(entry.stream)
             return last is None or self.reaches[last][to]
         return self.reaches[first][to]
@@ -174,7 +210,9 @@ class Definition:
     def size(self, block: int) -> int:
         """How many bytes of a block the trace knows of."""
         sizes = [entry.size_bytes for entry in self.trace if isinstance(entry, Allocate) and entry.block == block]
-        accesses = [access for entry in self.trace if isinstance(entry, Launch) for access in entry.accesses]
+        accesses = [
+            access for entry in self.trace if isinstance(entry, Launch | HostAccess) for access in entry.accesses
+        ]
         return max([0, *sizes, *(access.stop for access in accesses if access.block == block)])
 
     def touched(self, index: int, block: int, byte: int) -> tuple[bool, bool]:
@@ -182,7 +220,7 @@ class Definition:
         entry = self.trace[index]
         if isinstance(entry, Free):
             return False, entry.block == block
-        if not isinstance(entry, Launch):
+        if not isinstance(entry, Launch | HostAccess):
             return False, False
         here = [access for access in entry.accesses if access.block == block and access.start <= byte < access.stop]
         return any(not access.write for access in here), any(access.write for access in here)
@@ -292,12 +330,24 @@ PLANTED_BUGS = {
     "nothing is ever left out": ("if wrote and not write:", "if True:"),
     "cells merge with what differs": ("at == low or cells[at] != cells[at - 1]", "at == low"),
     "frees are ignored": ("_visit(blocks, block, 0, sizes[block], free, clock, covered, conflicts)", "pass"),
-    "nothing of the owner is pending at a free": ("free = (clock.get(stream, -1),", "free = (-1,"),
-    "a free is work of the owner": ("free = (clock.get(stream, -1),", "free = (index,"),
+    "nothing of the owner is pending at a free": ("free = (clock.get(owner, -1),", "free = (-1,"),
+    "a free is work of the owner": ("free = (clock.get(owner, -1),", "free = (index,"),
     "record_stream is ignored": (DEFERRED, "covered = None"),
     "record_stream makes the owner wait": (DEFERRED, f"_join(clock, _latest(recordings, deferred)); {DEFERRED}"),
     "the allocator orders nothing": ("if entry.after and", "if False and"),
     "the allocator forgets everything": ("seen.get(visit[1], -1) < visit[0]", "False"),
+    "the host is ordered after everything": (
+        "(index, _HOST, write, index), host, None,",
+        "(index, _HOST, write, index), {**host, **dict.fromkeys(clocks, index)}, None,",
+    ),
+    "host accesses are ignored": (
+        "_visit(blocks, block, start, stop, (index, _HOST, write, index), host, None, conflicts)",
+        "pass",
+    ),
+    "the host is not ordered before old streams": ("clock[_HOST] = time", "pass"),
+    "the host is not ordered before itself": ("host[_HOST] = time", "pass"),
+    "the host writes nothing": ("(index, _HOST, write, index), host", "(index, _HOST, False, index), host"),
+    "the host waits for nothing when it frees": ("clock, free = host, (index", "clock, free = {_HOST: index}, (index"),
     "kinds are mixed up": ("rank = 2 if not wrote else 1 if write else 0", "rank = 2 if not wrote else 0"),
     "the worst kind is forgotten": ("min(rank, old_rank)", "rank"),
     "bytes are forgotten": ("min(begin, old_begin)", "begin"),
@@ -434,6 +484,69 @@ def test_use_on_another_stream_must_wait_for_what_the_owner_did_before() -> None
     (race,) = find_races(trace)
     assert race.kind == "write after free" and race.hold == LaunchId("a", 0)
     assert find_races([*trace[:2], HostSync("a", None), *trace[2:]]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "races"),
+    [
+        ("nothing", [], 1),
+        ("wait on another stream", [Record("a", 1), Wait("b", 1)], 1),
+        ("stream sync", [HostSync("a", None)], 0),
+        ("sync of another stream", [HostSync("b", None)], 1),
+        ("sync of a stream that waited", [Record("a", 1), Wait("b", 1), HostSync("b", None)], 0),
+        ("event sync", [Record("a", 1), HostSync(None, 1)], 0),
+        ("sync of an event recorded before", [HostSync(None, 0)], 1),
+        ("sync of everything", [HostSync(None, None)], 0),
+    ],
+)
+def test_what_orders_the_host_after_a_copy(name: str, between: Trace, races: int) -> None:
+    copy_to_host: Trace = [Record("a", 0), write("a:0"), *between, host_read()]
+    copy_from_host: Trace = [Record("a", 0), read("a:0"), *between, host_write()]
+    found = [[race.kind for race in find_races(trace)] for trace in (copy_to_host, copy_from_host)]
+    assert found == [["read after write"] * races, ["write after read"] * races]
+
+
+def test_what_the_host_does_comes_before_what_it_enqueues() -> None:
+    assert find_races([host_write(), read("a:0"), read("b:0"), host_read()]) == []
+    assert find_races([read("a:0", block=9), host_write(), read("a:1"), read("b:0"), host_read()]) == []
+    assert find_races([host_write(), host_write(), host_read()]) == []
+
+
+def test_host_accesses_of_other_bytes_do_not_conflict() -> None:
+    assert find_races([write("a:0", 0, 2), host_read(2, 4), host_write(0, 4, block=1)]) == []
+    (race,) = find_races([write("a:0", 0, 3), host_read(2, 4)])
+    assert (race.start, race.stop) == (2, 3)
+
+
+def test_pinned_memory_may_be_freed_while_a_copy_that_the_allocator_knows_of_uses_it() -> None:
+    used: Trace = [Allocate(0, 4, None, ()), host_write(), read("a:0")]
+    deferred: Trace = [*used, Record("a", 1), Free(0, None, (1,), None)]
+    assert find_races([*deferred, Allocate(0, 4, None, (1,)), host_write()]) == []
+    freed, reused = find_races(
+        [*used, Free(0, None, (), SourceLine("case.py", 9)), Allocate(0, 4, None, ()), host_write()]
+    )
+    assert (freed.kind, reused.kind) == ("freed while in use", "write after read")
+    assert (freed.hold, reused.hold) == (LaunchId("a", 0), LaunchId("a", 0))
+    unknown = (
+        "while a:0 (op) on stream 'a' may still use it: the pinned allocator does not know of that use, which did not "
+        "go through the tensor that owns the memory, so the host must synchronize stream 'a', or an event recorded on "
+        "it after a:0 (op), before "
+    )
+    assert freed.missing_wait == f"block 0 is freed {unknown}the free of block 0 (case.py:9)."
+    assert reused.missing_wait == f"block 0 was freed and handed out again {unknown}op on the host."
+
+
+def test_report_names_the_host_and_what_it_must_wait_for() -> None:
+    copy = launch("copy:3", (2, 0, 4, True), operation="aten::copy_", line=7)
+    (race,) = find_races([copy, host((2, 0, 4, False), operation="aten::sum", line=9)])
+    assert race.missing_wait == (
+        "the host must synchronize stream 'copy', or an event recorded on it after copy:3 (aten::copy_, case.py:7), "
+        "before aten::sum on the host (case.py:9) reads it."
+    )
+    assert (race.first_stream, race.second_stream, race.hold) == ("copy", None, copy.id)
+    copy = launch("copy:3", (2, 0, 4, False), operation="aten::copy_", line=7)
+    (race,) = find_races([copy, host((2, 0, 4, True), operation="aten::fill_.Scalar", line=9)])
+    assert race.missing_wait.endswith("before aten::fill_.Scalar on the host (case.py:9) writes it.")
 
 
 def test_report_names_launches_streams_lines_and_the_wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from harness.judge.values import Mismatch
 from harness.judge.verdict import NOT_HONOURED, UNKNOWN, Judgement, Verdict, judge
 from harness.observe.holds import HoldOutcome, HoldState
 from harness.observe.instrument import Recording
-from harness.observe.trace import Access, Free, Launch, SourceLine, Trace
+from harness.observe.trace import Access, Free, HostAccess, Launch, SourceLine, Trace
 from harness.perturb.plan import LaunchId, Plan
 from harness.report.failure import NOT_FLAKY, describe_failure, replay_command
 from harness.report.outcome import Outcome, outcome_of
@@ -159,13 +160,16 @@ DISCOVERY = Discovery(
         MUL: launch(MUL, "aten::mul", "MulBackward0", READ, line=13),
     },
     [Free(0, "fill", (), SourceLine("nowhere.py", 19))],
+    [HostAccess("aten::sum", None, SourceLine("nowhere.py", 21), (READ,))],
     frozenset(),
 )
 MISMATCH = Mismatch("observation 0", SourceLine("nowhere.py", 17), "poison", "15.0", "nan", (0,), 256, 256, 256)
 
 
-def described(failed: Repetition) -> list[str]:
-    case = SimpleNamespace(nodeid=CASE, discovery=DISCOVERY)
+def described(failed: Repetition, *, accesses: int = 1) -> list[str]:
+    """The lines of the text; ``accesses`` by the host were known to the discovery, all on one line."""
+    discovery = dataclasses.replace(DISCOVERY, host_accesses=DISCOVERY.host_accesses * accesses)
+    case = SimpleNamespace(nodeid=CASE, discovery=discovery)
     return describe_failure(case, failed, Options(seed=7), "a GPU").splitlines()  # type: ignore[arg-type]
 
 
@@ -199,6 +203,30 @@ def test_a_free_without_order_names_its_owner():
     lines = described(repetition(judge(trace, [], []), trace=trace))
     assert lines[0] == "race: an unordered access"
     assert "    second free of the block, owned by fill, nowhere.py:19" in lines
+
+
+def test_a_free_of_pinned_memory_names_no_owner():
+    trace: Trace = [launch(MUL, "aten::copy_", None, READ), Free(0, None, (), None)]
+    lines = described(repetition(judge(trace, [], []), trace=trace))
+    assert "    second free of the block, which is pinned memory" in lines
+
+
+def test_the_host_s_accesses_have_lines_and_one_stands_for_its_line():
+    read = HostAccess("aten::sum", None, None, (READ,))
+    trace: Trace = [TRACE[0], read]
+    lines = described(repetition(judge(trace, [], []), trace=trace))
+    assert "    second aten::sum on the host, nowhere.py:21" in lines
+    # Where the discovery knows another operator in this place, the line is not known, and nothing is left out.
+    trace += [HostAccess("aten::sum", None, None, (READ,)), HostAccess("aten::sum", None, None, (READ,))]
+    lines = described(repetition(judge(trace, [], []), trace=trace))
+    assert lines[0] == "race: 3 unordered accesses"
+    assert lines.count("    second aten::sum on the host") == 2 and not any("further" in line for line in lines)
+    assert (
+        described(repetition(judge(trace, [], []), trace=trace), accesses=3).count(
+            "    second aten::sum on the host, nowhere.py:21"
+        )
+        == 1
+    )
 
 
 def test_several_races_are_counted_in_the_headline():
