@@ -200,6 +200,8 @@ class Lab:
     def observe(self, tensor: torch.Tensor | None, expected: float | torch.Tensor) -> None:
         """Copy a tensor on the current stream, without host synchronization; the harness compares it later, bit by bit.
 
+        A tensor on the host is copied at once, by the host: the case reads it here.
+
         Args:
             tensor: what the case would use here.
             expected: its value; a number means a tensor full of it.

@@ -23,6 +23,7 @@ from harness.observe.trace import (
     Allocate,
     Entry,
     Free,
+    HostAccess,
     HostSync,
     Launch,
     Record,
@@ -160,6 +161,10 @@ class Instrument:
 
     def _translate(self, raw_entries: list[tuple[Any, ...]]) -> Trace:
         name = self.names.name
+
+        def owner(device: int, stream: int) -> str | None:
+            return None if device < 0 else name((device, stream))
+
         trace: list[Entry] = []
         append = trace.append
         for raw in raw_entries:
@@ -181,11 +186,15 @@ class Instrument:
                 append(Wait(name((raw[1], raw[2])), raw[3]))
             elif kind == "allocate":
                 _, block, size_bytes, device, stream, after = raw
-                append(Allocate(block, size_bytes, name((device, stream)), tuple(after)))
+                append(Allocate(block, size_bytes, owner(device, stream), tuple(after)))
             elif kind == "free":
                 _, block, device, stream, deferred, file, line = raw
                 where = SourceLine(file, line) if file else None
-                append(Free(block, name((device, stream)), tuple(deferred), where))
+                append(Free(block, owner(device, stream), tuple(deferred), where))
+            elif kind == "host":
+                _, operation, node, file, line, accesses = raw
+                where = SourceLine(file, line) if file else None
+                append(HostAccess(operation, node, where, tuple(map(Access._make, accesses))))
             elif kind == "sync_stream":
                 append(HostSync(name((raw[1], raw[2])), None))
             elif kind == "sync_event":

@@ -260,7 +260,7 @@ def test_an_asynchronous_copy_to_the_host_does_not_wait(native: ModuleType) -> N
     with repetition(native, [(held, 0)]) as result:
         with preparing(native):
             value = filled(4, 1.0)
-        host = torch.zeros(4)
+        host = torch.zeros(4).pin_memory()
         with held:
             value.fill_(2.0)
             host.copy_(value, non_blocking=True)

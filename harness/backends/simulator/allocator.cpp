@@ -13,7 +13,6 @@ namespace sidestream {
 namespace {
 
 constexpr int64_t kSizeClass = 512;
-constexpr int kPoison = 0xFF;
 constexpr size_t kAlignment = 512; // as on CUDA
 
 void free_context(void* context) {
@@ -65,7 +64,7 @@ c10::DataPtr Allocator::allocate(size_t size_bytes) {
     TORCH_CHECK_WITH(
         OutOfMemoryError, memory, "The simulated accelerator found no host memory for a block of ", rounded, " bytes.");
     std::memset(memory, kPoison, static_cast<size_t>(rounded));
-    block = new Block{memory, rounded, &owner, {}, {}};
+    block = new Block{{memory, rounded}, &owner};
     statistics_[device].reserved.increase(rounded);
   }
   statistics_[device].allocated.increase(rounded);

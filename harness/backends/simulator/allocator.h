@@ -18,15 +18,11 @@
 
 namespace sidestream {
 
-struct Block {
-  void* memory;
-  int64_t size_bytes; // rounded up to the size class
+constexpr int kPoison = 0xFF; // fills memory that nobody has written
+
+struct Block : MemoryBlock {
   Stream* owner;
-  std::vector<Stream*> users; // other streams it was recorded on
-  std::vector<int64_t> completed; // recordings that its reuse waited for
-  uint64_t completed_in = 0; // the repetition that numbered them
-  uint64_t numbered_in = 0; // see Trace
-  int64_t number = 0;
+  std::vector<Stream*> users = {}; // other streams it was recorded on
   bool cached = false; // in a free list
   bool listed = false; // in the list of blocks to poison
 };

@@ -4,6 +4,7 @@
 #include "caller.h"
 #include "device_guard.h"
 #include "device_hooks.h"
+#include "host_accesses.h"
 #include "host_order.h"
 #include "operators.h"
 #include "output_metadata.h"
@@ -19,6 +20,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -92,6 +94,10 @@ py::tuple to_python(const Trace& trace, const TraceEntry& entry) {
     case TraceEntry::kAllocate:
       return py::make_tuple(
           "allocate", entry.number, entry.size_bytes, device, entry.stream, events_of(trace, entry));
+    case TraceEntry::kHost:
+      return py::make_tuple(
+          "host", to_python(entry.operation), to_python(entry.caller.node), to_python(entry.caller.file), entry.caller.line,
+          accesses_of(trace, entry));
     case TraceEntry::kFree:
       return py::make_tuple(
           "free", entry.number, device, entry.stream, events_of(trace, entry), to_python(entry.caller.file),
@@ -100,12 +106,24 @@ py::tuple to_python(const Trace& trace, const TraceEntry& entry) {
   throw std::logic_error("A trace entry of an unknown kind.");
 }
 
+// Calls a function at the end of a scope.
+struct Finally {
+  explicit Finally(void (*function)()) : function_(function) {}
+  ~Finally() { function_(); }
+  Finally(const Finally&) = delete;
+  Finally& operator=(const Finally&) = delete;
+
+ private:
+  void (*function_)();
+};
+
 void begin_repetition(
     const std::vector<std::tuple<int64_t, int64_t, int64_t>>& holds, bool serial, bool lines) {
   {
     py::gil_scoped_release release;
     Scheduler::get().begin_repetition(holds, serial);
     HostOrder::get().start();
+    update_host_observer();
   }
   start_lines(lines);
 }
@@ -116,6 +134,7 @@ py::tuple finish_repetition() {
   auto& scheduler = Scheduler::get();
   {
     py::gil_scoped_release release;
+    Finally update(&update_host_observer); // also where a launch failed
     std::exception_ptr misfit;
     try {
       HostOrder::get().stop();
@@ -245,6 +264,13 @@ std::map<std::string, int64_t> memory_statistics(int device) {
   return named;
 }
 
+// The host reads a tensor's memory without an operator that would be seen.
+void trace_host_read(const std::string& operation, py::handle tensor) {
+  if (Scheduler::get().traces() && THPVariable_Check(tensor.ptr())) {
+    trace_host_access(intern(operation), THPVariable_Unpack(tensor.ptr()), false);
+  }
+}
+
 bool is_taken() {
   return c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)].load() != nullptr ||
       at::isPrivateUse1HooksRegistered();
@@ -291,6 +317,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("memory_info", &memory_info);
   module.def("empty_cache", [] { Allocator::get().empty_cache(); }, Release());
   module.def("metadata_cache_size", &metadata_cache_size);
+  module.def("observes_host", &observes_host);
+  module.def("trace_host_read", &trace_host_read, py::arg("operation"), py::arg("tensor"));
   module.def("manual_seed", [](int device, uint64_t seed) {
     auto& generator = default_generator(static_cast<c10::DeviceIndex>(device));
     std::lock_guard<std::mutex> lock(generator.mutex());

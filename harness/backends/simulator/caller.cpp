@@ -64,7 +64,9 @@ Caller describe_line() {
   return caller;
 }
 
-Caller describe_launch() {
+namespace {
+
+Caller describe(bool is_launch) {
   Caller caller;
   auto node = torch::autograd::get_current_node();
   if (node) {
@@ -77,7 +79,7 @@ Caller describe_launch() {
     caller = describe_line();
     // The node of this forward operation was made just before, so the last sequence number given out is its own.
     auto sequence = at::sequence_number::peek();
-    if (caller.file && sequence > 0) {
+    if (is_launch && caller.file && sequence > 0) {
       std::lock_guard<std::mutex> lock(forward_mutex);
       // Only the first launch since the node was made belongs to it for sure.
       forward_lines.emplace(
@@ -100,6 +102,16 @@ Caller describe_launch() {
     set_line(caller, line_of_body_thread());
   }
   return caller;
+}
+
+} // namespace
+
+Caller describe_launch() {
+  return describe(true);
+}
+
+Caller describe_host_access() {
+  return describe(false);
 }
 
 } // namespace sidestream

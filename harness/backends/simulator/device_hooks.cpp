@@ -58,7 +58,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return exchange_device(device); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchange_device(device); }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedAllocator::get(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
 
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {

@@ -1,85 +1,174 @@
 #include "pinned_memory.h"
 
-#include <c10/core/CPUAllocator.h>
+#include "allocator.h"
+#include "host_accesses.h"
 
+#include <c10/util/Exception.h>
+#include <c10/util/llvmMathExtras.h>
+
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <utility>
+#include <iterator>
 
 namespace sidestream {
 namespace {
 
-class PinnedAllocator final : public c10::Allocator {
- public:
-  static PinnedAllocator& get() {
-    static auto& allocator = *new PinnedAllocator();
-    return allocator;
-  }
+constexpr int64_t kAlignment = 64;
 
-  c10::DataPtr allocate(size_t size_bytes) override {
-    auto memory = c10::GetCPUAllocator()->allocate(size_bytes);
-    void* start = memory.get();
-    if (!start) {
-      return memory;
-    }
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      live_.insert_or_assign(start, Live{size_bytes, std::move(memory)});
-    }
-    return {start, start, &PinnedAllocator::free, c10::Device(c10::kCPU)};
-  }
+void free_context(void* context) {
+  PinnedAllocator::get().free(*static_cast<PinnedBlock*>(context));
+}
 
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &PinnedAllocator::free;
-  }
-
-  void copy_data(void* destination, const void* source, std::size_t count) const override {
-    std::memcpy(destination, source, count);
-  }
-
-  bool owns(const void* pointer) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto next = live_.upper_bound(pointer);
-    if (next == live_.begin()) {
-      return false;
-    }
-    const auto& [start, live] = *std::prev(next);
-    return static_cast<const char*>(pointer) < static_cast<const char*>(start) + live.size_bytes;
-  }
-
- private:
-  struct Live {
-    size_t size_bytes;
-    c10::DataPtr memory;
-  };
-
-  static void free(void* start) {
-    Live freed;
-    {
-      auto& self = get();
-      std::lock_guard<std::mutex> lock(self.mutex_);
-      auto found = self.live_.find(start);
-      if (found == self.live_.end()) {
-        return;
-      }
-      freed = std::move(found->second);
-      self.live_.erase(found);
-    }
-  }
-
-  std::mutex mutex_;
-  std::map<const void*, Live> live_;
-};
+TraceEntry entry_of(TraceEntry::Kind kind) {
+  TraceEntry entry{kind};
+  entry.device = -1;
+  entry.stream = -1;
+  return entry;
+}
 
 } // namespace
 
-c10::Allocator& pinned_allocator() {
-  return PinnedAllocator::get();
+PinnedAllocator& PinnedAllocator::get() {
+  static auto& allocator = *new PinnedAllocator(); // leaked: storages may outlive static destructors
+  return allocator;
+}
+
+c10::DataPtr PinnedAllocator::allocate(size_t size_bytes) {
+  if (size_bytes == 0) {
+    return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(c10::kCPU)};
+  }
+  auto rounded = static_cast<int64_t>(c10::llvm::PowerOf2Ceil(size_bytes));
+  auto& scheduler = Scheduler::get();
+  PinnedBlock* block = nullptr;
+  {
+    Lock lock(scheduler.mutex);
+    process_recordings();
+    auto& list = free_[rounded];
+    if (!list.empty()) {
+      block = list.back();
+      list.pop_back();
+      block->cached = false;
+    } else {
+      void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(std::max(rounded, kAlignment)));
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, memory, "The simulated accelerator found no memory for a pinned block of ", rounded, " bytes.");
+      std::memset(memory, kPoison, static_cast<size_t>(rounded));
+      block = new PinnedBlock{{memory, rounded}};
+      blocks_.emplace(memory, block);
+    }
+    live_++;
+    if (scheduler.traces()) {
+      auto entry = entry_of(TraceEntry::kAllocate);
+      entry.size_bytes = rounded;
+      if (block->completed_in != scheduler.repetition()) {
+        block->completed.clear();
+      }
+      scheduler.trace.add_memory(entry, *block, block->completed);
+    }
+    block->completed.clear();
+  }
+  update_host_observer();
+  return {block->memory, block, &free_context, c10::Device(c10::kCPU)};
+}
+
+void PinnedAllocator::copy_data(void* destination, const void* source, std::size_t count) const {
+  std::memcpy(destination, source, count);
+}
+
+PinnedBlock* PinnedAllocator::block_at(const void* pointer) {
+  Lock lock(Scheduler::get().mutex);
+  auto next = blocks_.upper_bound(pointer);
+  if (next == blocks_.begin()) {
+    return nullptr;
+  }
+  auto& [start, block] = *std::prev(next);
+  return static_cast<const char*>(pointer) < static_cast<const char*>(start) + block->size_bytes ? block : nullptr;
+}
+
+bool PinnedAllocator::record_use(const c10::DataPtr& storage, const void* pointer, Stream& stream) {
+  Lock lock(Scheduler::get().mutex);
+  PinnedBlock* block = nullptr;
+  if (storage.get_deleter() == &free_context) {
+    block = static_cast<PinnedBlock*>(storage.get_context());
+  } else {
+    auto found = blocks_.find(pointer);
+    if (found == blocks_.end()) {
+      return false;
+    }
+    block = found->second;
+  }
+  if (std::find(block->users.begin(), block->users.end(), &stream) == block->users.end()) {
+    block->users.push_back(&stream);
+  }
+  return true;
+}
+
+void PinnedAllocator::free(PinnedBlock& block) {
+  auto& scheduler = Scheduler::get();
+  Caller caller;
+  if (scheduler.traces()) {
+    caller = describe_line();
+  }
+  {
+    Lock lock(scheduler.mutex);
+    live_--;
+    std::vector<int64_t> events;
+    for (auto* user : block.users) {
+      auto recording = scheduler.record_locked(*user);
+      if (recording->number > 0) {
+        events.push_back(recording->number);
+      }
+      recordings_.emplace_back(std::move(recording), &block);
+      block.awaited++;
+    }
+    block.users.clear();
+    if (scheduler.traces()) {
+      auto entry = entry_of(TraceEntry::kFree);
+      entry.caller = caller;
+      scheduler.trace.add_memory(entry, block, events);
+    }
+    block.completed = std::move(events);
+    block.completed_in = scheduler.repetition();
+    if (!block.listed) {
+      block.listed = true;
+      freed_.push_back(&block);
+    }
+    if (block.awaited == 0) {
+      make_available(block);
+    }
+  }
+  update_host_observer();
+}
+
+void PinnedAllocator::make_available(PinnedBlock& block) {
+  block.cached = true;
+  free_[block.size_bytes].push_back(&block);
+}
+
+void PinnedAllocator::process_recordings() {
+  while (!recordings_.empty() && Scheduler::get().settled(*recordings_.front().first)) {
+    auto& block = *recordings_.front().second;
+    recordings_.pop_front();
+    if (--block.awaited == 0) {
+      make_available(block);
+    }
+  }
+}
+
+void PinnedAllocator::poison_freed() {
+  process_recordings();
+  for (auto* block : freed_) {
+    block->listed = false;
+    if (block->cached) { // else it is in use again
+      std::memset(block->memory, kPoison, static_cast<size_t>(block->size_bytes));
+    }
+  }
+  freed_.clear();
 }
 
 bool is_pinned(const void* pointer) {
-  return PinnedAllocator::get().owns(pointer);
+  return PinnedAllocator::get().block_at(pointer) != nullptr;
 }
 
 } // namespace sidestream

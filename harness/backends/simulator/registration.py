@@ -11,7 +11,15 @@ import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from harness.backends import extension
-from harness.backends.simulator import EXTENSION_NAME, SOURCES, TITLE, Announce, device_module, meta_kernels
+from harness.backends.simulator import (
+    EXTENSION_NAME,
+    SOURCES,
+    TITLE,
+    Announce,
+    device_module,
+    host_reads,
+    meta_kernels,
+)
 from harness.errors import UsageError
 
 DEVICE_TYPE = "sim"
@@ -39,6 +47,7 @@ def register(announce: Announce | None = None) -> ModuleType:
     rename_privateuse1_backend(DEVICE_TYPE)
     meta_kernels.spare_dynamo()
     device_module.bind(native)
+    host_reads.report_to(native)
     torch._register_device_module(DEVICE_TYPE, device_module)
     generate_methods_for_privateuse1_backend()
     _Farewell()

@@ -2,6 +2,7 @@
 
 #include "allocator.h"
 #include "host_order.h"
+#include "pinned_memory.h"
 #include "python_frames.h"
 #include "streams.h"
 #include "submission_order.h"
@@ -207,7 +208,7 @@ void Scheduler::submit(Stream& stream, Launch launch) {
     entry.number = task.index;
     entry.operation = launch.operation;
     entry.caller = caller;
-    trace.add_launch(entry, launch.accesses);
+    trace.add_with_accesses(entry, launch.accesses);
     if (hold >= 0) {
       holds[hold].state = Hold::kPending;
     }
@@ -496,6 +497,7 @@ void Scheduler::begin_repetition(
   }
   trace.clear();
   Allocator::get().poison_freed();
+  PinnedAllocator::get().poison_freed();
   repetition_++;
   events_ = 0;
   serial_ = serial;

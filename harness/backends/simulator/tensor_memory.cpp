@@ -1,6 +1,7 @@
 #include "tensor_memory.h"
 
 #include "allocator.h"
+#include "pinned_memory.h"
 
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/TensorImpl.h>
@@ -56,12 +57,20 @@ void append_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bo
   if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) {
     return;
   }
-  auto* block = Allocator::block_of(tensor.storage().data_ptr());
+  MemoryBlock* block = nullptr;
+  int64_t storage_start = 0; // in the block: 0 but for host memory that something else refers to as well, such as a NumPy array
+  const auto& storage = tensor.storage();
+  if (tensor.is_cpu()) {
+    block = PinnedAllocator::get().block_at(storage.data());
+    storage_start = block ? static_cast<const char*>(storage.data()) - static_cast<const char*>(block->memory) : 0;
+  } else {
+    block = Allocator::block_of(storage.data_ptr());
+  }
   if (!block) {
     return;
   }
   const auto item = static_cast<int64_t>(tensor.element_size());
-  const auto start = tensor.storage_offset() * item;
+  const auto start = storage_start + tensor.storage_offset() * item;
   if (tensor.is_contiguous()) {
     accesses.push_back({block, start, start + tensor.numel() * item, write});
     return;

@@ -27,7 +27,7 @@ class CpuAliases {
 };
 
 // Appends the bytes that a strided tensor covers as maximal contiguous runs; beyond 4096 runs, the range from the first to the last
-// byte. Nothing for tensors without elements or without memory of the simulator's.
+// byte. Nothing for tensors without elements or without memory of the simulator's, which is device memory and pinned host memory.
 void append_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bool write);
 
 } // namespace sidestream

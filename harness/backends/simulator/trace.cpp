@@ -1,7 +1,5 @@
 #include "trace.h"
 
-#include "allocator.h"
-
 namespace sidestream {
 
 void Trace::clear() {
@@ -12,7 +10,7 @@ void Trace::clear() {
   blocks_ = 0;
 }
 
-int64_t Trace::number_of(Block& block) {
+int64_t Trace::number_of(MemoryBlock& block) {
   if (block.numbered_in != repetition_) {
     block.numbered_in = repetition_;
     block.number = blocks_++;
@@ -20,16 +18,16 @@ int64_t Trace::number_of(Block& block) {
   return block.number;
 }
 
-void Trace::add_launch(TraceEntry entry, const std::vector<Access>& launch_accesses) {
+void Trace::add_with_accesses(TraceEntry entry, const std::vector<Access>& entry_accesses) {
   entry.first = static_cast<uint32_t>(accesses.size());
-  entry.count = static_cast<uint32_t>(launch_accesses.size());
-  for (const auto& access : launch_accesses) {
+  entry.count = static_cast<uint32_t>(entry_accesses.size());
+  for (const auto& access : entry_accesses) {
     accesses.push_back({number_of(*access.block), access.start, access.stop, access.write});
   }
   entries.push_back(entry);
 }
 
-void Trace::add_memory(TraceEntry entry, Block& block, const std::vector<int64_t>& memory_events) {
+void Trace::add_memory(TraceEntry entry, MemoryBlock& block, const std::vector<int64_t>& memory_events) {
   entry.number = number_of(block);
   entry.first = static_cast<uint32_t>(events.size());
   entry.count = static_cast<uint32_t>(memory_events.size());

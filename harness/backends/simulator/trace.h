@@ -11,11 +11,19 @@
 
 namespace sidestream {
 
-struct Block;
+// Memory as the trace knows it: a block of a device's memory or of pinned host memory.
+struct MemoryBlock {
+  void* memory;
+  int64_t size_bytes; // rounded up to the size class
+  std::vector<int64_t> completed = {}; // recordings that its reuse waited for
+  uint64_t completed_in = 0; // the repetition that numbered them
+  uint64_t numbered_in = 0; // see Trace
+  int64_t number = 0;
+};
 
-// Bytes of a block that a launch reads or writes.
+// Bytes of a block that a launch or the host reads or writes.
 struct Access {
-  Block* block;
+  MemoryBlock* block;
   int64_t start;
   int64_t stop;
   bool write;
@@ -29,15 +37,15 @@ struct TracedAccess {
 };
 
 struct TraceEntry {
-  enum Kind : uint8_t { kLaunch, kRecord, kWait, kSyncStream, kSyncEvent, kSyncDevice, kAllocate, kFree };
+  enum Kind : uint8_t { kLaunch, kRecord, kWait, kSyncStream, kSyncEvent, kSyncDevice, kAllocate, kFree, kHost };
   Kind kind;
-  c10::DeviceIndex device = 0;
+  c10::DeviceIndex device = 0; // -1 for the memory of the host
   int64_t stream = 0;
   int64_t number = 0; // launch index, event, or block
   int64_t size_bytes = 0; // of an allocation
   const std::string* operation = nullptr;
   Caller caller = {};
-  uint32_t first = 0; // accesses of a launch, events of an allocation or a free: [first, first + count)
+  uint32_t first = 0; // accesses of a launch or of the host, events of an allocation or a free: [first, first + count)
   uint32_t count = 0;
 };
 
@@ -45,10 +53,11 @@ class Trace {
  public:
   void clear();
   // A block's number in the trace, given out by first appearance.
-  int64_t number_of(Block& block);
+  int64_t number_of(MemoryBlock& block);
   void add(const TraceEntry& entry) { entries.push_back(entry); }
-  void add_launch(TraceEntry entry, const std::vector<Access>& launch_accesses);
-  void add_memory(TraceEntry entry, Block& block, const std::vector<int64_t>& memory_events);
+  // A launch, or what the host does itself.
+  void add_with_accesses(TraceEntry entry, const std::vector<Access>& entry_accesses);
+  void add_memory(TraceEntry entry, MemoryBlock& block, const std::vector<int64_t>& memory_events);
 
   std::vector<TraceEntry> entries;
   std::vector<TracedAccess> accesses;
