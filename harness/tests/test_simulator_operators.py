@@ -162,12 +162,6 @@ def test_output_metadata_is_cached_by_call_signature(native: ModuleType) -> None
     assert (torch.arange(4, device="sim") + 1.5).dtype == torch.float32
 
 
-def test_an_operator_without_a_cpu_kernel_says_so(native: ModuleType) -> None:
-    cell = nn.LSTM(6, 4).to("sim")
-    with pytest.raises(NotImplementedError, match=r"_thnn_fused_lstm_cell has no CPU kernel"):
-        cell(filled(6, 1.0).view(1, 1, 6))
-
-
 META_CALLS: list[tuple[int, ...]] = []
 
 
@@ -178,13 +172,15 @@ def _counted_meta(self: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def operators() -> Any:
-    """Operators of an extension: one without a meta kernel, one that is Python on the CPU."""
+    """Operators of an extension: one without a meta kernel, one that is Python on the CPU, one for CUDA alone."""
     library = torch.library.Library("sidestream_test", "DEF")
     library.define("no_meta(Tensor self) -> Tensor")
     library.impl("no_meta", lambda self: self + 1, "CPU")
     library.define("in_python(Tensor self) -> Tensor")
     library.impl("in_python", lambda self: self * 2, "CPU")
     library.impl("in_python", _counted_meta, "Meta")
+    library.define("for_cuda(Tensor self) -> Tensor")
+    library.impl("for_cuda", lambda self: self, "CUDA")
     yield torch.ops.sidestream_test
     library._destroy()
 
@@ -204,6 +200,11 @@ def test_an_operator_without_a_meta_kernel_synchronizes_and_says_so_once(
     assert result.outcomes[0][0] == "forced"
     said = capfd.readouterr().err + "".join(str(warning.message) for warning in caught)
     assert said.count("sidestream_test::no_meta has no meta kernel") == 1
+
+
+def test_an_operator_without_a_cpu_kernel_says_so(native: ModuleType, operators: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"sidestream_test::for_cuda has no CPU kernel, so the simulated .*"):
+        operators.for_cuda(filled(4, 1.0))
 
 
 def test_a_kernel_in_python_runs_when_its_turn_comes(native: ModuleType, operators: Any) -> None:

@@ -1,6 +1,7 @@
 // The Python module: the functions that every native instrument of the harness has (begin_repetition to set_ignored_prefixes),
 // and what the device module torch.sim needs.
 #include "allocator.h"
+#include "autocast.h"
 #include "caller.h"
 #include "device_guard.h"
 #include "device_hooks.h"
@@ -12,7 +13,9 @@
 #include "python_errors.h"
 #include "python_frames.h"
 #include "random_walk.h"
+#include "recurrent_cells.h"
 #include "scheduler.h"
+#include "sparse.h"
 #include "streams.h"
 #include "submission_order.h"
 #include "virtual_time.h"
@@ -283,7 +286,10 @@ void install() {
   c10::SetAllocator(c10::kPrivateUse1, &Allocator::get());
   register_device_hooks();
   register_device_guard();
+  register_recurrent_cells();
   register_operators();
+  register_sparse_operators();
+  register_autocast();
 }
 
 } // namespace
@@ -319,6 +325,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("metadata_cache_size", &metadata_cache_size);
   module.def("observes_host", &observes_host);
   module.def("trace_host_read", &trace_host_read, py::arg("operation"), py::arg("tensor"));
+  module.def("runs_meta_kernel", &runs_meta_kernel);
   module.def("manual_seed", [](int device, uint64_t seed) {
     auto& generator = default_generator(static_cast<c10::DeviceIndex>(device));
     std::lock_guard<std::mutex> lock(generator.mutex());

@@ -17,6 +17,10 @@ from torch import Stream as Stream
 _DeviceLike = torch.device | str | int | None
 
 _native: ModuleType
+
+_initialized = True
+"""``torch.utils.checkpoint`` keeps the state of the random generators of devices that are in use alone."""
+
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
 _initialized = True
 """For ``torch.utils.checkpoint``, which leaves the random numbers of a device alone that is not in use yet."""

@@ -4,6 +4,7 @@
 #include "device_hooks.h"
 #include "output_metadata.h"
 #include "python_frames.h"
+#include "sparse.h"
 #include "streams.h"
 #include "tensor_memory.h"
 
@@ -14,6 +15,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -83,7 +85,9 @@ OperatorTraits make_traits(const c10::OperatorHandle& op) {
     traits.returns_numbers = traits.returns_numbers || !is_tensors;
   }
   traits.has_dynamic_shapes = op.hasTag(at::Tag::dynamic_output_shape);
-  traits.has_cpu_kernel = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  for (auto key : {c10::DispatchKey::CPU, c10::DispatchKey::SparseCPU, c10::DispatchKey::SparseCsrCPU}) {
+    traits.has_cpu_kernel = traits.has_cpu_kernel || op.hasComputedKernelForDispatchKey(key);
+  }
   traits.is_random = op.hasTag(at::Tag::nondeterministic_seeded);
   return traits;
 }
@@ -157,6 +161,7 @@ struct CpuKernel final : Work {
   std::vector<std::vector<at::Tensor>> outputs; // aliases of the fresh outputs, one entry a return
   std::vector<const c10::TensorImpl*> host_tensors; // arguments that live on the host
   std::optional<uint64_t> seed;
+  bool on_sparse = false; // some arguments are sparse: their layouts decide which CPU kernel it is
   std::shared_ptr<torch::jit::Stack> results; // receives the returns themselves where these depend on values
 
   void stage() override {
@@ -186,7 +191,11 @@ struct CpuKernel final : Work {
         lent.emplace(*seed);
       }
     }
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+    if (on_sparse) {
+      op.callBoxed(&arguments);
+    } else {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+    }
     if (results) {
       *results = std::move(arguments);
       return;
@@ -291,6 +300,16 @@ void resize_out(const at::Tensor& tensor, const TensorMetadata& metadata) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(metadata.sizes, metadata.strides);
 }
 
+bool has_sparse_tensors(c10::ArrayRef<c10::IValue> arguments) {
+  bool found = false;
+  for (const auto& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      found = found || (tensor.defined() && tensor.layout() != c10::kStrided);
+    });
+  }
+  return found;
+}
+
 std::unique_ptr<CpuKernel> make_kernel(
     const c10::OperatorHandle& op,
     const OperatorTraits& traits,
@@ -299,6 +318,7 @@ std::unique_ptr<CpuKernel> make_kernel(
     CpuAliases& aliases,
     std::vector<Access>& accesses) {
   auto kernel = std::make_unique<CpuKernel>(op, traits);
+  kernel->on_sparse = has_sparse_tensors(arguments);
   kernel->arguments.reserve(std::max(arguments.size(), traits.returned.size()));
   for (size_t i = 0; i < arguments.size(); i++) {
     if (arguments[i].isDevice()) {
@@ -319,7 +339,11 @@ std::unique_ptr<CpuKernel> make_kernel(
         return tensor;
       }
       append_accesses(accesses, tensor, write);
-      return aliases.of(tensor);
+      auto alias = aliases.of(tensor);
+      if (kernel->on_sparse && tensor.requires_grad()) {
+        alias.set_requires_grad(true); // some of these kernels only then keep what their backward needs
+      }
+      return alias;
     }));
   }
   if (traits.is_random) {
@@ -342,6 +366,16 @@ void launch_for_values(
   CpuAliases aliases;
   std::vector<Access> accesses;
   auto kernel = make_kernel(op, traits, arguments, device, aliases, accesses);
+  if (traits.has_out) { // the kernel resizes them, which device memory must not do while it is an alias
+    for (size_t i = 0; i < traits.written.size(); i++) {
+      if (traits.written[i] && arguments[i].isTensor()) {
+        const auto& out = arguments[i].toTensor();
+        if (out.layout() == c10::kStrided) {
+          kernel->arguments[i] = at::detail::empty_cpu({0}, out.scalar_type());
+        }
+      }
+    }
+  }
   auto results = std::make_shared<torch::jit::Stack>();
   kernel->results = results;
   aliases.forget();
@@ -349,24 +383,79 @@ void launch_for_values(
   auto& stream = scheduler.stream(device, current_stream(device));
   scheduler.submit(stream, Launch{traits.name, std::move(kernel), std::move(accesses)});
   scheduler.synchronize_stream(stream);
-  auto to_device = [&](const at::Tensor& result) {
-    if (!result.defined()) {
-      return result;
-    }
+  auto dense_to_device = [&](const at::Tensor& result) {
     auto output = empty_on_device(device, result.sizes(), result.strides(), result.scalar_type());
     output.copy_(result, /*non_blocking=*/true);
     return output;
   };
+  auto parts_to_device = [&](const at::Tensor& result) {
+    std::vector<at::Tensor> parts;
+    for (const auto& part : parts_of(result)) {
+      parts.push_back(dense_to_device(part));
+    }
+    return parts;
+  };
+  auto to_device = [&](const at::Tensor& result) {
+    if (!result.defined()) {
+      return result;
+    }
+    return result.layout() == c10::kStrided ? dense_to_device(result) : with_parts(result, parts_to_device(result));
+  };
   for (size_t i = 0; i < traits.returned.size(); i++) {
-    if (traits.returned[i] >= 0) {
-      returns.push_back(arguments[static_cast<size_t>(traits.returned[i])]);
-    } else {
+    if (traits.returned[i] < 0) {
       returns.push_back(map_tensors((*results)[i], to_device));
+      continue;
+    }
+    returns.push_back(arguments[static_cast<size_t>(traits.returned[i])]);
+    if (!returns.back().isTensor()) {
+      continue;
+    }
+    const auto& written = returns.back().toTensor();
+    const auto& result = (*results)[i].toTensor();
+    if (written.layout() != c10::kStrided) {
+      assign_parts(written, result, parts_to_device(result));
+    } else if (traits.has_out) {
+      resize_out(written, TensorMetadata::of(result));
+      written.copy_(result, /*non_blocking=*/true);
     }
   }
 }
 
-void warn_once_about(const OperatorTraits& traits) {
+// For an operator that gives nothing but what it writes to arguments whose shapes stay as they are.
+OutputMetadataPointer metadata_of_writes_alone(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
+  bool fresh = traits.has_out || traits.returns_numbers;
+  for (auto source : traits.returned) {
+    fresh = fresh || source < 0;
+  }
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (traits.written[i]) {
+      for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+        fresh = fresh || (tensor.defined() && tensor.layout() != c10::kStrided);
+      });
+    }
+  }
+  if (fresh) {
+    return nullptr;
+  }
+  auto metadata = std::make_shared<OutputMetadata>();
+  metadata->returns.resize(traits.returned.size());
+  metadata->written.resize(traits.written.size());
+  return metadata;
+}
+
+OutputMetadataPointer metadata_of_launch(
+    const c10::OperatorHandle& op, const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
+  try {
+    return output_metadata(op, arguments, traits.written, false);
+  } catch (const std::exception&) {
+    if (!traits.has_dynamic_shapes) {
+      throw;
+    }
+    return nullptr; // some meta kernels complain about values that they cannot read; the CPU kernel sees a real mistake as well
+  }
+}
+
+void warn_once_about(const OperatorTraits& traits, bool on_sparse) {
   static auto& mutex = *new std::mutex();
   static auto& warned = *new std::unordered_map<const std::string*, bool>();
   {
@@ -376,7 +465,8 @@ void warn_once_about(const OperatorTraits& traits) {
     }
   }
   TORCH_WARN(
-      *traits.name, " has no meta kernel, so the simulated accelerator synchronizes the stream to learn the shapes of its outputs.");
+      *traits.name, on_sparse ? " on sparse tensors" : "",
+      " has no meta kernel, so the simulated accelerator synchronizes the stream to learn the shapes of its outputs.");
 }
 
 } // namespace
@@ -396,7 +486,9 @@ void launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& traits = traits_of(op);
   TORCH_CHECK_NOT_IMPLEMENTED(
       traits.has_cpu_kernel || traits.is_view,
-      *traits.name, " has no CPU kernel, so the simulated accelerator cannot run it.");
+      *traits.name,
+      " has no CPU kernel, so the simulated accelerator, which runs nothing but CPU kernels, cannot run it: register one for it "
+      "(torch.library), or call what does the same with PyTorch's own operators.");
   const auto count = traits.written.size();
   auto arguments = torch::jit::last(*stack, count);
   torch::jit::Stack returns;
@@ -406,10 +498,14 @@ void launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (traits.is_view) {
     return_views(op, traits, arguments, returns);
   } else {
+    const bool on_sparse = has_sparse_tensors(arguments);
     if (!traits.returns_numbers) {
-      metadata = output_metadata(op, arguments, traits.written, false);
+      metadata = on_sparse ? nullptr : metadata_of_launch(op, traits, arguments);
+      if (!metadata) {
+        metadata = metadata_of_writes_alone(traits, arguments);
+      }
       if (!metadata && !traits.has_dynamic_shapes) {
-        warn_once_about(traits);
+        warn_once_about(traits, on_sparse);
       }
     }
     if (!metadata) {

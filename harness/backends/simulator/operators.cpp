@@ -11,6 +11,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
@@ -59,6 +61,22 @@ at::Tensor empty_strided(
       C10_AS_INTARRAYREF_SLOW(sizes),
       C10_AS_INTARRAYREF_SLOW(strides),
       dtype.value_or(c10::get_default_dtype_as_scalartype()));
+}
+
+// A tensor of zeros that has no memory; what does not know of such tensors gets one that has.
+at::Tensor efficient_zero_tensor(
+    c10::SymIntArrayRef sizes,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<at::Device> device,
+    std::optional<bool>) {
+  at::native::ZeroTensorAllocator allocator(at::Device(c10::kPrivateUse1, device_of_options(device)));
+  return at::detail::empty_generic(
+      C10_AS_INTARRAYREF_SLOW(sizes),
+      &allocator,
+      c10::DispatchKeySet({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor}),
+      dtype.value_or(c10::get_default_dtype_as_scalartype()),
+      std::nullopt);
 }
 
 at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef sizes) {
@@ -185,7 +203,8 @@ const std::set<std::string>& own_kernels() {
   static const auto& names = *new std::set<std::string>{
       "empty.memory_format", "empty_strided", "view", "as_strided", "_reshape_alias", "resize_", "set_",
       "set_.source_Tensor", "set_.source_Storage", "set_.source_Storage_storage_offset", "is_set_to", "record_stream",
-      "_copy_from", "_copy_from_and_resize", "_local_scalar_dense"};
+      "_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor", "_fused_sdp_choice", "_to_sparse",
+      "_to_sparse.sparse_dim"};
   return names;
 }
 
@@ -235,6 +254,10 @@ void register_operators() {
 
   aten->impl("empty.memory_format", &empty);
   aten->impl("empty_strided", &empty_strided);
+  aten->impl("_efficientzerotensor", &efficient_zero_tensor);
+  // Which attention kernel to launch: the one that the CPU takes. Without an answer PyTorch composes attention of many launches.
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&at::native::_fused_sdp_choice_cpp);
+  aten->impl("_fused_sdp_choice", &at::native::_fused_sdp_choice_cpp);
   aten->impl("view", &view);
   aten->impl("as_strided", &as_strided);
   aten->impl("_reshape_alias", &reshape_alias);

@@ -127,6 +127,19 @@ at::Tensor to_meta(const at::Tensor& tensor, bool with_offset) {
   return meta;
 }
 
+thread_local bool in_meta_kernel = false;
+
+class InMetaKernel {
+ public:
+  InMetaKernel() { in_meta_kernel = true; }
+  ~InMetaKernel() { in_meta_kernel = outer_; }
+  InMetaKernel(const InMetaKernel&) = delete;
+  InMetaKernel& operator=(const InMetaKernel&) = delete;
+
+ private:
+  bool outer_ = in_meta_kernel;
+};
+
 OutputMetadataPointer run_meta_kernel(
     const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const std::vector<bool>& written, bool is_view) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) {
@@ -155,6 +168,7 @@ OutputMetadataPointer run_meta_kernel(
   torch::jit::Stack meta_arguments = stack;
   try {
     BackendsOnly guard;
+    InMetaKernel in_kernel;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   } catch (const c10::NotImplementedError&) {
     return nullptr;
@@ -237,6 +251,10 @@ OutputMetadataPointer output_metadata(
     cache.clear();
   }
   return cache.emplace(std::move(key), std::move(result)).first->second;
+}
+
+bool runs_meta_kernel() {
+  return in_meta_kernel;
 }
 
 size_t metadata_cache_size() {

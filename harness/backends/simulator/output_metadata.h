@@ -41,6 +41,9 @@ OutputMetadataPointer output_metadata(
 
 size_t metadata_cache_size();
 
+// Whether this thread is in a meta kernel that output_metadata runs.
+bool runs_meta_kernel();
+
 // Dispatch as if nothing but backends existed: no autograd, no modes, no observers. A launch may run under the state of
 // whoever forces it.
 class BackendsOnly {

@@ -46,6 +46,7 @@ def register(announce: Announce | None = None) -> ModuleType:
     native.install()
     rename_privateuse1_backend(DEVICE_TYPE)
     meta_kernels.spare_dynamo()
+    meta_kernels.describe_cpu_kernels(native.runs_meta_kernel)
     device_module.bind(native)
     host_reads.report_to(native)
     torch._register_device_module(DEVICE_TYPE, device_module)

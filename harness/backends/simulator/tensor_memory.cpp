@@ -1,7 +1,9 @@
 #include "tensor_memory.h"
 
 #include "allocator.h"
+#include "output_metadata.h"
 #include "pinned_memory.h"
+#include "sparse.h"
 
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/TensorImpl.h>
@@ -27,6 +29,15 @@ at::Tensor CpuAliases::of(const at::Tensor& tensor) {
     if (known == impl) {
       return alias;
     }
+  }
+  if (tensor.layout() != c10::kStrided) {
+    std::vector<at::Tensor> parts;
+    for (const auto& part : parts_of(tensor)) {
+      parts.push_back(of(part));
+    }
+    BackendsOnly guard;
+    tensors_.emplace_back(impl, with_parts(tensor, parts));
+    return tensors_.back().second;
   }
   const auto& storage = impl->unsafe_storage();
   c10::Storage host;
@@ -54,6 +65,12 @@ at::Tensor CpuAliases::of(const at::Tensor& tensor) {
 }
 
 void append_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bool write) {
+  if (tensor.defined() && tensor.layout() != c10::kStrided) {
+    for (const auto& part : parts_of(tensor)) {
+      append_accesses(accesses, part, write);
+    }
+    return;
+  }
   if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) {
     return;
   }

@@ -26,8 +26,9 @@ class CpuAliases {
   std::vector<std::pair<const c10::StorageImpl*, c10::Storage>> storages_;
 };
 
-// Appends the bytes that a strided tensor covers as maximal contiguous runs; beyond 4096 runs, the range from the first to the last
-// byte. Nothing for tensors without elements or without memory of the simulator's, which is device memory and pinned host memory.
+// Appends the bytes that a strided tensor, or each part of a sparse one, covers as maximal contiguous runs; beyond 4096 runs, the
+// range from the first to the last byte. Nothing for tensors without elements or without memory of the simulator's, which is
+// device memory and pinned host memory.
 void append_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bool write);
 
 } // namespace sidestream
