@@ -216,17 +216,18 @@ def test_the_host_s_accesses_have_lines_and_one_stands_for_its_line():
     trace: Trace = [TRACE[0], read]
     lines = described(repetition(judge(trace, [], []), trace=trace))
     assert "    second aten::sum on the host, nowhere.py:21" in lines
-    # Where the discovery knows another operator in this place, the line is not known, and nothing is left out.
-    trace += [HostAccess("aten::sum", None, None, (READ,)), HostAccess("aten::sum", None, None, (READ,))]
+    # Where the discovery knows another operator in this place, or none, the line is not known, and nothing is left out.
+    trace = [TRACE[0], HostAccess("aten::mul", None, None, (READ,)), read, read._replace(node="MulBackward0")]
     lines = described(repetition(judge(trace, [], []), trace=trace))
     assert lines[0] == "race: 3 unordered accesses"
-    assert lines.count("    second aten::sum on the host") == 2 and not any("further" in line for line in lines)
-    assert (
-        described(repetition(judge(trace, [], []), trace=trace), accesses=3).count(
-            "    second aten::sum on the host, nowhere.py:21"
-        )
-        == 1
-    )
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("    second ")] == [
+        "aten::mul on the host",
+        "aten::sum on the host",
+        "aten::sum on the host in MulBackward0",
+    ]
+    lines = described(repetition(judge(trace[:1] + trace[2:], [], []), trace=trace[:1] + trace[2:]), accesses=2)
+    assert lines.count("    second aten::sum on the host, nowhere.py:21") == 1
+    assert "  and      1 further race is between the same launches and lines of the host" in lines
 
 
 def test_several_races_are_counted_in_the_headline():

@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from harness.observe.instrument import Instrument
+from harness.observe.streams import StreamNames
+from harness.observe.trace import Access, Allocate, Free, HostAccess
+from harness.perturb.plan import Plan
 from harness.tests import observer_effects
 from harness.tests.simulator_support import Repetition, filled, preparing, registered, repetition, streams
 
@@ -167,6 +171,17 @@ def test_pinned_memory_in_the_trace(native: ModuleType) -> None:
     assert reused == ("allocate", 0, 4096, -1, -1, (1,))
     assert [entry[0] for entry in result.entries] == ["allocate", "launch", "record", "free", "allocate"]
     del again
+
+
+def test_pinned_memory_in_the_common_format(native: ModuleType) -> None:
+    instrument = Instrument(native, StreamNames())
+    instrument.begin(Plan())
+    torch.empty(1000, pin_memory=True).fill_(1.0)
+    assert instrument.finish().trace == [
+        Allocate(0, 4096, None, ()),
+        HostAccess("aten::fill_.Scalar", None, None, (Access(0, 0, 4000, True),)),
+        Free(0, None, (), None),
+    ]
 
 
 def test_an_asynchronous_copy_does_not_keep_its_memory_from_being_freed(native: ModuleType) -> None:
