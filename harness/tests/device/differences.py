@@ -10,6 +10,8 @@ DIFFERENCES = {
     "errors": "a kernel that fails on the simulator raises at the next synchronization, by name, and what follows "
     "still runs; on CUDA a failed assertion makes the device unusable",
     "numbers": "the simulator's random numbers are those of PyTorch's CPU generator, not CUDA's for the same seed",
+    "staging": "a non-blocking copy from pageable memory never waits for its stream on the simulator; CUDA's driver "
+    "may, and was seen to above 64 KiB, so no program can rely on either",
     "priorities": "a priority chooses the pool and nothing else on the simulator; on CUDA it is a hint to the device",
     "graphs": "streams of the simulator cannot be captured into graphs, nor its events shared between processes",
 }
