@@ -328,6 +328,12 @@ def test_a_host_that_polls_gets_on(native: ModuleType, schedule: str) -> None:
     while not stream.query():
         pass
     assert value[0].item() == 1.0
+    with repetition(native), stream:
+        for _ in range(5):
+            value = filled(4, 1.0)
+        with preparing(native):  # where the schedule stands still
+            while not stream.query():
+                pass
 
 
 def test_the_error_of_a_scheduled_kernel_names_its_launch_and_the_rest_still_runs(native: ModuleType) -> None:

@@ -162,6 +162,12 @@ def test_a_hold_that_no_launch_met_is_missing(native: ModuleType) -> None:
     assert [outcome[0] for outcome in result.outcomes] == ["missing", "missing"]
 
 
+def test_a_hold_on_a_stream_that_does_not_exist_is_missing(native: ModuleType) -> None:
+    native.begin_repetition([(-1, -1, 0)], False, False)
+    filled(4, 1.0)
+    assert native.finish_repetition()[1] == [("missing", None, 0)]
+
+
 def test_polling_an_event_of_a_held_launch_ends(native: ModuleType) -> None:
     (held,) = streams(1)
     with repetition(native, [(held, 0)]) as result:

@@ -239,11 +239,12 @@ py::dict schedule_report() {
   for (const auto& [name, value] : numbers) {
     report[name.c_str()] = value;
   }
+  auto [segments, checksum] = HostOrder::get().made();
   HostSegments hosts;
-  for (const auto& segment : HostOrder::get().made()) {
+  for (const auto& segment : segments) {
     hosts.emplace_back(segment.thread, segment.calls);
   }
-  report["hosts"] = py::make_tuple(hosts, HostOrder::get().checksum());
+  report["hosts"] = py::make_tuple(hosts, checksum);
   return report;
 }
 

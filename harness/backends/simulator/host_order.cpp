@@ -173,8 +173,21 @@ void HostOrder::replay_next(std::vector<Segment> order, uint32_t checksum) {
   wanted_checksum_ = checksum;
 }
 
-void HostOrder::start() {
+void HostOrder::end_turns(std::unique_lock<std::mutex>& lock) {
+  active_ = false;
+  changed_.notify_all();
+  auto waits = [](const std::unique_ptr<Thread>& thread) { return thread->waiting; };
+  changed_.wait(lock, [&] { return std::none_of(threads_.begin(), threads_.end(), waits); });
+}
+
+std::pair<std::vector<HostOrder::Segment>, uint32_t> HostOrder::made() const {
   std::lock_guard<std::mutex> lock(mutex_);
+  return {made_, checksum_};
+}
+
+void HostOrder::start() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  end_turns(lock);
   if (mode_ == kOff) {
     return;
   }
@@ -206,11 +219,7 @@ void HostOrder::stop() {
     if (!active_) {
       return;
     }
-    active_ = false;
-    changed_.notify_all();
-    // What waits for a turn goes on without.
-    auto waits = [](const std::unique_ptr<Thread>& thread) { return thread->waiting; };
-    changed_.wait(lock, [&] { return std::none_of(threads_.begin(), threads_.end(), waits); });
+    end_turns(lock);
     if (callback_ != 0) {
       at::removeCallback(callback_);
       callback_ = 0;

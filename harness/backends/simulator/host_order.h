@@ -44,8 +44,7 @@ class HostOrder {
   // Ends the recording or the replay. Throws if the program did not fit the order and no call has thrown that already.
   void stop();
   // What has been recorded or replayed since `start`.
-  const std::vector<Segment>& made() const { return made_; }
-  uint32_t checksum() const { return checksum_; }
+  std::pair<std::vector<Segment>, uint32_t> made() const;
 
   struct Thread;
   // A call begins; it waits for its turn. Throws, unless `quiet`, if the program does not fit the order.
@@ -56,6 +55,8 @@ class HostOrder {
   HostOrder();
   enum Mode : uint8_t { kOff, kRecord, kReplay };
 
+  // Lets whoever waits for a turn go on without.
+  void end_turns(std::unique_lock<std::mutex>& lock);
   Thread& this_thread();
   Thread& add_thread(std::string name, int64_t id);
   void find_device_threads();

@@ -423,6 +423,10 @@ void Scheduler::ask(Lock& lock) {
   advance(lock);
 }
 
+bool Scheduler::is_served(int queries) const {
+  return queries > kPatience && !(schedules_launches() && schedule_->moves_when_asked());
+}
+
 bool Scheduler::query_stream(Stream& stream) {
   HostCall call("query stream");
   Caller caller = describe_sync();
@@ -430,7 +434,7 @@ bool Scheduler::query_stream(Stream& stream) {
   ask(lock);
   settle(stream);
   bool complete = stream.tasks.empty() && !stream.running;
-  if (!complete && ++stream.queries > kPatience && !schedule_->moves_when_asked()) {
+  if (!complete && is_served(++stream.queries)) {
     force_stream(lock, stream, turns_, caller);
     complete = true;
   }
@@ -452,7 +456,7 @@ bool Scheduler::query_recording(const RecordingPointer& recording) {
   Lock lock(mutex);
   ask(lock);
   if (!settled(*recording)) {
-    if (++recording->queries <= kPatience || schedule_->moves_when_asked()) {
+    if (!is_served(++recording->queries)) {
       return false;
     }
     while (!settled(*recording)) {
@@ -477,8 +481,10 @@ void Scheduler::begin_repetition(
   TORCH_CHECK(!in_repetition_, "A repetition is running already; call finish_repetition first.");
   std::vector<Hold> checked;
   for (const auto& [device, id, index] : wanted) {
-    TORCH_CHECK(device >= 0 && index >= 0, "A hold needs a device and an index from 0, not ", device, " and ", index, ".");
-    stream(static_cast<c10::DeviceIndex>(device), id);
+    TORCH_CHECK(device >= -1 && index >= 0, "A hold needs a device and an index from 0, not ", device, " and ", index, ".");
+    if (device >= 0) { // else the stream that is meant does not exist
+      stream(static_cast<c10::DeviceIndex>(device), id);
+    }
     checked.push_back(Hold{static_cast<c10::DeviceIndex>(device), id, index});
   }
   TORCH_CHECK(
@@ -493,7 +499,9 @@ void Scheduler::begin_repetition(
   }
   holds = std::move(checked);
   for (size_t number = 0; number < holds.size(); number++) {
-    stream(holds[number].device, holds[number].stream).holds.push_back(static_cast<int>(number));
+    if (holds[number].device >= 0) {
+      stream(holds[number].device, holds[number].stream).holds.push_back(static_cast<int>(number));
+    }
   }
   trace.clear();
   Allocator::get().poison_freed();

@@ -180,6 +180,8 @@ class Scheduler {
   // The steps that the schedule makes before the host goes on.
   void advance(Lock& lock);
   void ask(Lock& lock);
+  // Whether a host that has asked so often for something incomplete is served like one that waits for it.
+  bool is_served(int queries) const;
   // One step of a host that waits for what the front of the stream needs.
   void step_towards(Lock& lock, Stream& stream, const Caller& forced_by);
   void run_front(Lock& lock, Stream& stream, const Caller* forced_by);
