@@ -494,6 +494,21 @@ def test_a_race_of_a_case_is_replayed_by_the_string_of_its_schedule(session: Ses
     assert _run(lab, None).recording.schedule is None
 
 
+def test_an_order_of_host_threads_that_a_case_records_replays_it(session: Session) -> None:
+    lab = session.lab()
+    _run(lab, None)  # names the streams, which each later repetition synchronizes when its inputs are prepared
+    recorded = _run(lab, SubmissionOrder(hosts=RECORD)).recording
+    assert recorded.schedule is not None
+    schedule = recorded.schedule.schedule
+    assert isinstance(schedule.hosts, HostOrder)
+    assert {thread for thread, _ in schedule.hosts.segments} == {"m", "d0"}
+    again = _run(lab, parse_schedule(str(schedule))).recording
+    assert again.schedule is not None
+    assert again.schedule.schedule == schedule
+    assert again.trace == recorded.trace
+    assert _run(lab, None).recording.schedule is None
+
+
 def test_pct_promises_nothing_for_a_body_of_more_steps_than_it_was_made_for(session: Session) -> None:
     report = _run(session.lab(), ProbabilisticConcurrencyTesting(depth=2, steps=5)).recording.schedule
     assert (report.steps, report.bound) == (6, None)
@@ -603,6 +618,39 @@ def test_backward_on_two_devices_is_replayed_by_the_order_of_its_threads(native:
         """
     )
     assert done.stdout == hashlib.sha256(recorded.encode()).hexdigest() + "\n", done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_an_order_other_than_the_recorded_one_is_followed_as_well(native: ModuleType) -> None:
+    """Which of two devices without an edge between them goes first is up to the order alone."""
+
+    def run() -> list[int]:
+        """The devices of the multiplications of backward, in the order in which they were enqueued."""
+        with repetition(native) as result:
+            with preparing(native):
+                leaves = [filled(4, 2.0, device).requires_grad_() for device in (0, 1)]
+                seeds = [filled(4, 1.0, device) for device in (0, 1)]
+            torch.autograd.backward([leaf * 3 for leaf in leaves], seeds)
+        return [entry[1] for entry in result.of_kind("launch") if entry[5] == "MulBackward0"]
+
+    def made() -> HostOrder:
+        segments, checksum = native.schedule_report()["hosts"]
+        return HostOrder(tuple(map(tuple, segments)), checksum)
+
+    run()  # starts the engine's threads
+    set_schedule(SubmissionOrder(hosts=RECORD))
+    assert run() == [0, 1]
+    (_, calls_of_main), (first, calls_of_first), (second, calls_of_second) = made().segments
+    assert (first, second) == ("d0", "d1")
+    root = 2  # the begin and the end of the graph's root, which the thread of the first root's device takes
+    swapped = (("m", calls_of_main), ("d0", root), ("d1", calls_of_second), ("d0", calls_of_first - root))
+    set_schedule(SubmissionOrder(hosts=HostOrder(swapped, 0)))
+    with pytest.raises(RuntimeError, match="but not the same ones"):
+        run()
+    assert made().segments == swapped
+    set_schedule(SubmissionOrder(hosts=made()))
+    for _ in range(10):
+        assert run() == [1, 0]
 
 
 @pytest.mark.timeout(60)
