@@ -1,7 +1,8 @@
 """Copies from, to and between devices: which streams they are ordered with, and when the host goes on.
 
 What the host may rely on is in the CUDA Runtime API, "API synchronization behavior"; which streams a copy between
-devices is ordered with, in ``aten/src/ATen/native/cuda/Copy.cu`` of PyTorch.
+devices is ordered with, in ``aten/src/ATen/native/cuda/Copy.cu`` of PyTorch. More on pinned memory is in
+``test_pinned_memory.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def test_a_host_may_overwrite_pageable_memory_once_an_asynchronous_copy_from_it_
     assert value.unique().tolist() == [2.0]
 
 
-def test_an_asynchronous_copy_from_pinned_memory_reads_it_when_its_turn_comes(accelerator: Accelerator) -> None:
+def test_a_large_asynchronous_copy_from_pinned_memory_reads_it_when_its_turn_comes(accelerator: Accelerator) -> None:
     (stream,) = accelerator.streams(1)
     source, value = torch.full((LARGE,), 2.0).pin_memory(), accelerator.full(1.0, size=LARGE)
     with accelerator.busy(stream), stream:
@@ -63,39 +64,6 @@ def test_an_asynchronous_copy_from_pinned_memory_reads_it_when_its_turn_comes(ac
         assert not stream.query()
         source.fill_(9.0)
     assert value.unique().tolist() == [9.0]
-
-
-def test_an_asynchronous_copy_to_pinned_memory_arrives_when_its_turn_comes(accelerator: Accelerator) -> None:
-    (stream,) = accelerator.streams(1)
-    value, target = accelerator.full(2.0, size=LARGE), torch.zeros(LARGE).pin_memory()
-    with accelerator.busy(stream), stream:
-        target.copy_(value, non_blocking=True)
-        assert not stream.query()
-        assert target[0].item() == 0.0
-        stream.synchronize()
-        assert target.unique().tolist() == [2.0]
-
-
-def test_a_blocking_copy_from_pinned_memory_is_complete_when_it_returns(accelerator: Accelerator) -> None:
-    (stream,) = accelerator.streams(1)
-    source, value = torch.full((256,), 2.0).pin_memory(), accelerator.full(1.0)
-    with accelerator.busy(stream), stream:
-        value.copy_(source)
-        assert stream.query()
-        source.fill_(9.0)
-    assert value.unique().tolist() == [2.0]
-
-
-def test_an_asynchronous_move_to_the_host_goes_to_pinned_memory(accelerator: Accelerator) -> None:
-    (stream,) = accelerator.streams(1)
-    value = accelerator.full(2.0)
-    value.to("cpu", non_blocking=True)  # the host's allocator may wait for the device the first time
-    with accelerator.busy(stream), stream:
-        target = value.to("cpu", non_blocking=True)
-        assert target.is_pinned()
-        assert not stream.query()
-        stream.synchronize()
-        assert target.unique().tolist() == [2.0]
 
 
 def test_a_copy_on_one_device_does_not_make_the_host_wait(accelerator: Accelerator) -> None:
