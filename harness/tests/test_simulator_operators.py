@@ -225,6 +225,19 @@ def test_a_meta_kernel_runs_once_a_signature(native: ModuleType, operators: Any)
     assert META_CALLS == [(70,), (71,)]
 
 
+def test_an_operator_is_not_taken_for_one_whose_library_is_gone(native: ModuleType) -> None:
+    """Its schema may lie where that of an operator of another library lay."""
+    for count in (1, 2, 3) * 5:
+        names = "abc"[:count]
+        library = torch.library.Library("sidestream_brief", "DEF")
+        library.define(f"sum{count}({', '.join(f'Tensor {name}' for name in names)}) -> Tensor")
+        for key in ("CPU", "Meta"):
+            library.impl(f"sum{count}", lambda *terms: torch.cat(terms), key)
+        operator = getattr(torch.ops.sidestream_brief, f"sum{count}")
+        assert operator(*[filled(2, 1.0) for _ in names]).tolist() == [1.0] * 2 * count
+        library._destroy()
+
+
 def test_random_numbers_do_not_depend_on_other_threads(native: ModuleType) -> None:
     """Kernels that draw from the process-wide CPU generator must have it to themselves."""
 

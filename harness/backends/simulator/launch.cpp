@@ -25,7 +25,7 @@ namespace sidestream {
 namespace {
 
 // What an operator's schema says, looked up once an operator.
-struct OperatorTraits {
+struct OperatorTraits : std::enable_shared_from_this<OperatorTraits> {
   const std::string* name;
   std::vector<bool> written; // one an argument
   std::vector<int> hidden_writes; // arguments that are written though the schema does not say so
@@ -92,16 +92,30 @@ OperatorTraits make_traits(const c10::OperatorHandle& op) {
   return traits;
 }
 
-const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
-  static auto& known = *new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OperatorTraits>>();
-  static auto& mutex = *new std::mutex();
-  std::lock_guard<std::mutex> lock(mutex);
-  auto& entry = known[&op.schema()];
+using TraitsPointer = std::shared_ptr<const OperatorTraits>;
+
+auto& known_operators = *new std::unordered_map<const c10::FunctionSchema*, TraitsPointer>();
+auto& known_operators_mutex = *new std::mutex();
+
+TraitsPointer traits_of(const c10::OperatorHandle& op) {
+  std::lock_guard<std::mutex> lock(known_operators_mutex);
+  auto& entry = known_operators[&op.schema()];
   if (!entry) {
-    entry = std::make_unique<OperatorTraits>(make_traits(op));
+    entry = std::make_shared<const OperatorTraits>(make_traits(op));
   }
-  return *entry;
+  return entry;
 }
+
+// Where a library of operators is destroyed, the next one may have its schemas at the same addresses.
+struct OperatorWatch final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    forget_metadata(op.schema());
+    std::lock_guard<std::mutex> lock(known_operators_mutex);
+    known_operators.erase(&op.schema());
+  }
+};
 
 // Kernels without a generator argument draw from the process-wide CPU generator: it is lent to the launch, seeded with the
 // number that was drawn at enqueue. To one launch at a time, and a thread that waits for it gives up the GIL.
@@ -153,10 +167,12 @@ void copy_values(const at::Tensor& destination, const at::Tensor& source, const 
 
 // Runs an operator's CPU kernel on aliases of device memory.
 struct CpuKernel final : Work {
-  CpuKernel(const c10::OperatorHandle& op, const OperatorTraits& traits) : op(op), traits(traits) {}
+  CpuKernel(const c10::OperatorHandle& op, const OperatorTraits& traits)
+      : op(op), traits(traits), traits_owner(traits.shared_from_this()) {}
 
   c10::OperatorHandle op;
   const OperatorTraits& traits;
+  TraitsPointer traits_owner;
   torch::jit::Stack arguments;
   std::vector<std::vector<at::Tensor>> outputs; // aliases of the fresh outputs, one entry a return
   std::vector<const c10::TensorImpl*> host_tensors; // arguments that live on the host
@@ -482,8 +498,14 @@ void submit(c10::DeviceIndex device, Launch launch) {
   scheduler.submit(scheduler.stream(device, current_stream(device)), std::move(launch));
 }
 
+void watch_operators() {
+  // Leaked: libraries may be destroyed as late as the process.
+  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<OperatorWatch>()));
+}
+
 void launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& traits = traits_of(op);
+  const auto traits_owner = traits_of(op);
+  const auto& traits = *traits_owner;
   TORCH_CHECK_NOT_IMPLEMENTED(
       traits.has_cpu_kernel || traits.is_view,
       *traits.name,

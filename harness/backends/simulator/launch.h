@@ -13,6 +13,9 @@ namespace sidestream {
 // The boxed kernel of every operator that has no kernel of its own in operators.cpp.
 void launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+// Forgets what is known of operators whose libraries are destroyed. Once a process.
+void watch_operators();
+
 // A fresh tensor on the current stream of a device.
 at::Tensor empty_on_device(c10::DeviceIndex device, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
 

@@ -230,6 +230,7 @@ void sleep(int64_t cycles) {
 }
 
 void register_operators() {
+  watch_operators();
   // Leaked: the registrations last as long as the process.
   auto* any = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   any->fallback(torch::CppFunction::makeFromBoxedFunction<&launch_operator>());

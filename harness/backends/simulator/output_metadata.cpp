@@ -8,6 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -260,6 +261,14 @@ bool runs_meta_kernel() {
 size_t metadata_cache_size() {
   std::lock_guard<std::mutex> lock(cache_mutex);
   return cache.size();
+}
+
+void forget_metadata(const c10::FunctionSchema& schema) {
+  const auto of_operator = reinterpret_cast<intptr_t>(&schema); // the first number of a signature
+  std::lock_guard<std::mutex> lock(cache_mutex);
+  for (auto entry = cache.begin(); entry != cache.end();) {
+    entry = entry->first.front() == of_operator ? cache.erase(entry) : std::next(entry);
+  }
 }
 
 } // namespace sidestream

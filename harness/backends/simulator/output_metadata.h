@@ -44,6 +44,9 @@ size_t metadata_cache_size();
 // Whether this thread is in a meta kernel that output_metadata runs.
 bool runs_meta_kernel();
 
+// Forgets what is cached for an operator.
+void forget_metadata(const c10::FunctionSchema& schema);
+
 // Dispatch as if nothing but backends existed: no autograd, no modes, no observers. A launch may run under the state of
 // whoever forces it.
 class BackendsOnly {
