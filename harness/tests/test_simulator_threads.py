@@ -22,5 +22,5 @@ def test_threads_that_do_everything_at_once_neither_hang_nor_disturb_one_another
     assert answer.returncode == 0, answer.stderr
     counts = {name: int(count) for name, count in map(str.split, answer.stdout.splitlines())}
     assert counts.pop("repetition") > 0
-    assert set(counts.values()) == {4 * 180 // 9}
-    assert len(counts) == 9
+    assert set(counts.values()) == {4 * 180 // 10}
+    assert len(counts) == 10

@@ -16,6 +16,7 @@ import faulthandler
 import queue
 import random
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -63,6 +64,19 @@ def _doubled_elsewhere(value: torch.Tensor, stream: torch.Stream) -> torch.Tenso
     return doubled.to(value.device)
 
 
+_operators = torch.library.Library("sidestream_stress", "DEF")
+_operators.define("increment_(Tensor(a!) self) -> Tensor(a!)")
+
+
+def _increment(self: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.0005)  # other threads take the GIL meanwhile, and wait for this one's stream
+    return self.add_(1.0)
+
+
+_operators.impl("increment_", _increment, "CPU")
+_operators.impl("increment_", lambda self: self, "Meta")
+
+
 class Worker:
     """One thread's programs and its own streams."""
 
@@ -81,6 +95,7 @@ class Worker:
             self.hand_over_tensors,
             self.launch_for_values,
             self.share_streams,
+            self.run_kernels_in_python,
         ]
 
     def run(self, count: int) -> None:
@@ -183,6 +198,13 @@ class Worker:
         self.random.choice([stream.synchronize, stream.query, lambda: None])()
         with stream:
             self._expect([value], [7.0])
+
+    def run_kernels_in_python(self) -> None:
+        stream = self.random.choice(self.shared.streams)
+        with stream:
+            value = torch.full((8,), 1.0, device=f"sim:{stream.device_index}")
+            torch.ops.sidestream_stress.increment_(value)
+            self._expect([value], [2.0])
 
     def _expect(self, tensors: Sequence[torch.Tensor | None], values: Sequence[float]) -> None:
         for tensor, value in zip(tensors, values, strict=True):
