@@ -21,7 +21,8 @@ c10::DeviceIndex checked_device(c10::DeviceIndex device);
 int64_t current_stream(c10::DeviceIndex device);
 int64_t exchange_stream(c10::DeviceIndex device, int64_t id);
 
-// The next stream of the pool. A priority above the highest, -3, is the highest; one below the default, 0, is an error.
+// The next stream of the pool. A priority outside of -3 (the highest) to 0 (the default) is the nearest of these, as on CUDA
+// (pytorch/pytorch#143849).
 int64_t stream_from_pool(c10::DeviceIndex device, int priority);
 
 c10::Stream to_stream(c10::DeviceIndex device, int64_t id);

@@ -181,17 +181,15 @@ def test_each_priority_has_a_pool_of_its_own(accelerator: Accelerator) -> None:
     assert len(set.union(*pools)) == 4 * POOL_SIZE
 
 
-def test_a_priority_beyond_the_highest_is_the_highest(accelerator: Accelerator) -> None:
-    highest, beyond = (
+@pytest.mark.parametrize(("beyond", "nearest"), [(-100, -3), (1, 0), (100, 0)])
+def test_a_priority_that_does_not_exist_is_the_nearest_that_does(
+    accelerator: Accelerator, beyond: int, nearest: int
+) -> None:
+    pools = [
         {torch.Stream(device=accelerator.device(), priority=priority).stream_id for _ in range(POOL_SIZE)}
-        for priority in (-3, -100)
-    )
-    assert highest == beyond
-
-
-def test_a_priority_below_the_default_is_refused(accelerator: Accelerator) -> None:
-    with pytest.raises(RuntimeError, match="priority to be less than or equal to 0, got 1"):
-        torch.Stream(device=accelerator.device(), priority=1)
+        for priority in (beyond, nearest)
+    ]
+    assert pools[0] == pools[1]
 
 
 def test_a_stream_of_high_priority_is_ordered_like_any_other(accelerator: Accelerator) -> None:
