@@ -41,9 +41,6 @@ struct CopyKernel final : Work {
 // memory, which the host fills before the copy or empties after it: see copy_kernel_cuda in aten/src/ATen/native/cuda/Copy.cu.
 bool uses_own_memory(const at::Tensor& host, const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
   bool same_dtype = source.scalar_type() == destination.scalar_type();
-  if (same_dtype && destination.numel() == 1) {
-    return true;
-  }
   if (same_dtype && source.sizes() == destination.sizes() && source.strides() == destination.strides() &&
       source.is_non_overlapping_and_dense()) {
     return true;
