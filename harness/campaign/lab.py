@@ -24,7 +24,7 @@ from harness.judge.values import Observation
 from harness.observe.instrument import Instrument, Recording, ignored_prefixes
 from harness.observe.trace import SourceLine
 from harness.perturb.plan import Plan
-from harness.perturb.schedule import Schedule, SubmissionOrder
+from harness.perturb.schedule import SUBMISSION_ORDER, Schedule
 
 ELEMENTS = 256
 """Elements of a prepared tensor: enough that a partly stale read can be told from a wholly stale one."""
@@ -230,11 +230,13 @@ class Lab:
 
     # What the campaign uses.
 
-    def begin(self, plan: Plan, *, schedule: Schedule | None = None, serial: bool = False, lines: bool = False) -> None:
-        """Start a repetition, on the simulated accelerator under a schedule (submission order where it is None)."""
+    def begin(
+        self, plan: Plan, *, schedule: Schedule = SUBMISSION_ORDER, serial: bool = False, lines: bool = False
+    ) -> None:
+        """Start a repetition, on the simulated accelerator under any schedule."""
         self._staged.clear()
         self._prepared_at = time.perf_counter()
-        self._instrument.begin(plan, schedule=schedule or SubmissionOrder(), serial=serial, lines=lines)
+        self._instrument.begin(plan, schedule=schedule, serial=serial, lines=lines)
 
     def finish(self) -> tuple[Recording, list[Observation]]:
         """End the repetition; all work is complete afterwards."""

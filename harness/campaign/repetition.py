@@ -12,7 +12,7 @@ from harness.judge.verdict import Judgement, judge
 from harness.observe.holds import HoldOutcome
 from harness.observe.instrument import Recording
 from harness.perturb.plan import Plan
-from harness.perturb.schedule import Schedule
+from harness.perturb.schedule import SUBMISSION_ORDER, Schedule
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ def run_repetition(
     number: int,
     plan: Plan,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule = SUBMISSION_ORDER,
     serial: bool = False,
     lines: bool = False,
     with_happens_before: bool,
@@ -49,8 +49,8 @@ def run_repetition(
         body: enqueues the case.
         number: which repetition this is, from 0.
         plan: what to hold.
-        schedule: how the simulated accelerator is scheduled; None is submission order, the only one with holds. What
-            replays the run is then ``recording.schedule.schedule``.
+        schedule: how the simulated accelerator is scheduled; only submission order goes with holds. What replays a run
+            under another one is ``recording.schedule.schedule``.
         serial: complete each launch before the next is enqueued.
         lines: record source lines.
         with_happens_before: whether the trace holds accesses, so that happens-before can judge it.

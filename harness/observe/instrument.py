@@ -32,9 +32,7 @@ from harness.observe.trace import (
     Wait,
 )
 from harness.perturb.plan import LaunchId, Plan
-from harness.perturb.schedule import Schedule, SubmissionOrder
-
-_SUBMISSION_ORDER = SubmissionOrder()
+from harness.perturb.schedule import SUBMISSION_ORDER, Schedule, SubmissionOrder
 
 
 class Native(Protocol):
@@ -70,13 +68,13 @@ class Instrument:
         self._native = native
         self.names = names
         self._plan = Plan()
-        self._schedule: Schedule = _SUBMISSION_ORDER
+        self._schedule: Schedule = SUBMISSION_ORDER
         self._observing = False
         self._preparing = 0
         native.set_ignored_prefixes(ignored_prefixes())
 
     def begin(
-        self, plan: Plan, *, schedule: Schedule = _SUBMISSION_ORDER, serial: bool = False, lines: bool = False
+        self, plan: Plan, *, schedule: Schedule = SUBMISSION_ORDER, serial: bool = False, lines: bool = False
     ) -> None:
         """Start a repetition under ``plan``; every stream that the plan names must have its name already.
 
@@ -94,7 +92,7 @@ class Instrument:
             key = self.names.key(launch.stream)
             # A stream that does not exist yet cannot be held: the outcome will say that the launch was missing.
             holds.append((*(key or (-1, -1)), launch.index))
-        if schedule != _SUBMISSION_ORDER:
+        if schedule != SUBMISSION_ORDER:
             self._set_schedule(schedule)
         try:
             self._native.begin_repetition(holds, serial, lines)
@@ -104,7 +102,7 @@ class Instrument:
         self._observing = True
 
     def _check(self, plan: Plan, schedule: Schedule, serial: bool) -> None:
-        if schedule != _SUBMISSION_ORDER and not hasattr(self._native, "set_schedule"):
+        if schedule != SUBMISSION_ORDER and not hasattr(self._native, "set_schedule"):
             raise UsageError(
                 f"the schedule {schedule} needs the simulated accelerator: a real device schedules itself."
             )
@@ -124,9 +122,9 @@ class Instrument:
         self._native.set_schedule(*schedule.native_arguments())  # type: ignore[attr-defined]
 
     def _reset_schedule(self) -> None:
-        if self._schedule != _SUBMISSION_ORDER:
-            self._set_schedule(_SUBMISSION_ORDER)
-            self._schedule = _SUBMISSION_ORDER
+        if self._schedule != SUBMISSION_ORDER:
+            self._set_schedule(SUBMISSION_ORDER)
+            self._schedule = SUBMISSION_ORDER
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -148,7 +146,7 @@ class Instrument:
         report = None
         try:
             raw_entries, raw_holds = self._native.finish_repetition()
-            if self._schedule != _SUBMISSION_ORDER:
+            if self._schedule != SUBMISSION_ORDER:
                 raw_report = self._native.schedule_report()  # type: ignore[attr-defined]
                 report = ScheduleReport.make(self._schedule, raw_report, self.names.name)
         finally:

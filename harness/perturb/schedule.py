@@ -107,6 +107,10 @@ class SubmissionOrder(Schedule):
     kind = "submission"
 
 
+SUBMISSION_ORDER = SubmissionOrder()
+"""The default."""
+
+
 @dataclass(frozen=True, slots=True)
 class VirtualTime(Schedule):
     """Launches take effect in the order of virtual clocks, whatever they cost this machine; for whole scripts."""

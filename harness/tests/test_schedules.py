@@ -28,6 +28,7 @@ from harness.observe.streams import StreamNames
 from harness.perturb.plan import LaunchId, Plan
 from harness.perturb.schedule import (
     RECORD,
+    SUBMISSION_ORDER,
     HostOrder,
     ProbabilisticConcurrencyTesting,
     RandomWalk,
@@ -471,13 +472,13 @@ def _seed_without_a_wait(lab: Lab) -> None:
         lab.observe(leaf.grad, 15.0)
 
 
-def _run(lab: Lab, schedule: Schedule | None, plan: Plan = BASELINE) -> Any:
+def _run(lab: Lab, schedule: Schedule, plan: Plan = BASELINE) -> Any:
     return run_repetition(lab, lambda: _seed_without_a_wait(lab), 0, plan, schedule=schedule, with_happens_before=False)
 
 
 def test_a_race_of_a_case_is_replayed_by_the_string_of_its_schedule(session: Session) -> None:
     lab = session.lab()
-    assert _run(lab, None).judgement.verdict is Verdict.PASS
+    assert _run(lab, SUBMISSION_ORDER).judgement.verdict is Verdict.PASS
     for seed in range(20):
         raced = _run(lab, ProbabilisticConcurrencyTesting(seed=seed, depth=2, steps=6))
         if raced.judgement.verdict is Verdict.RACE:
@@ -492,12 +493,14 @@ def test_a_race_of_a_case_is_replayed_by_the_string_of_its_schedule(session: Ses
     executed = [each.launch for each in report.executed]
     assert executed != enqueued
     assert sorted(executed) == sorted(enqueued)
-    assert _run(lab, None).recording.schedule is None
+    assert _run(lab, SUBMISSION_ORDER).recording.schedule is None
 
 
 def test_an_order_of_host_threads_that_a_case_records_replays_it(session: Session) -> None:
     lab = session.lab()
-    _run(lab, None)  # names the streams, which each later repetition synchronizes when its inputs are prepared
+    _run(
+        lab, SUBMISSION_ORDER
+    )  # names the streams, which each later repetition synchronizes when its inputs are prepared
     recorded = _run(lab, SubmissionOrder(hosts=RECORD)).recording
     assert recorded.schedule is not None
     schedule = recorded.schedule.schedule
@@ -507,7 +510,7 @@ def test_an_order_of_host_threads_that_a_case_records_replays_it(session: Sessio
     assert again.schedule is not None
     assert again.schedule.schedule == schedule
     assert again.trace == recorded.trace
-    assert _run(lab, None).recording.schedule is None
+    assert _run(lab, SUBMISSION_ORDER).recording.schedule is None
 
 
 def test_pct_promises_nothing_for_a_body_of_more_steps_than_it_was_made_for(session: Session) -> None:
@@ -522,8 +525,8 @@ def test_what_does_not_go_together_is_refused(session: Session) -> None:
         _run(lab, RandomWalk(), held)
     with pytest.raises(UsageError, match="serial run leaves the schedule random:seed=0 nothing to decide"):
         session.instrument.begin(Plan(), schedule=RandomWalk(), serial=True)
-    assert _run(lab, None).judgement.verdict is Verdict.PASS
-    assert _run(lab, SubmissionOrder(), held).judgement.verdict is Verdict.RACE
+    assert _run(lab, SUBMISSION_ORDER).judgement.verdict is Verdict.PASS
+    assert _run(lab, SUBMISSION_ORDER, held).judgement.verdict is Verdict.RACE
 
 
 def test_a_real_device_has_no_schedule() -> None:
