@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 import harness
-from harness.errors import SidestreamError
+from harness.errors import SidestreamError, UsageError
+from harness.exit_codes import ExitCode
 
 app = typer.Typer(
     help="Sidestream, the suite and stress harness for streaming backward. The suite itself runs under pytest.",
@@ -66,6 +68,33 @@ def build() -> None:
 
     for part in (simulator, tap):
         print(part.build(_announce))
+
+
+@app.command()
+def operators(
+    names: Annotated[list[str] | None, typer.Argument(help="operators to compare; without any, all")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="how many processes share the work")] = os.cpu_count() or 1,
+    dtype: Annotated[str, typer.Option(help="of the named operators: float32 or float64")] = "float32",
+) -> None:
+    """Compare PyTorch's operators on the simulated accelerator with the CPU, and write OPERATORS.md."""
+    from harness.backends.simulator.coverage import survey
+
+    if dtype not in {"float32", "float64"}:
+        raise UsageError(f"--dtype takes float32 or float64, not '{dtype}'.")
+    if not names:
+        table = survey.survey(processes, _announce)
+        survey.TABLE.write_text(table.to_markdown())
+        for direction, outcomes in table.outcomes.items():
+            print(f"{direction}: {len(outcomes.passed)} pass, {len(outcomes.out)} out")
+        _announce(f"Wrote {survey.TABLE}")
+        return
+    results = survey.compare_some(names, dtype, processes, _announce)
+    for result in results:
+        for direction, outcome in (("forward", result.forward), ("backward", result.backward)):
+            verdict = "pass" if outcome.passed else outcome.failure or outcome.not_applicable
+            print(f"{result.name} {direction}: {verdict}")
+    if any(result.forward.failure or result.backward.failure for result in results):
+        sys.exit(int(ExitCode.RACE))
 
 
 @app.command()
