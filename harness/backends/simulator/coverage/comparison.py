@@ -123,6 +123,7 @@ def compare(native: ModuleType, name: str, wanted: torch.dtype, most_samples: in
         for direction in (result.forward, result.backward):
             if direction.failure and not direction.failing_sample:
                 direction.failing_sample = number
+    native.empty_cache()  # each stream of the pool keeps the blocks that it had
     for direction in (result.forward, result.backward):
         if direction.samples == 0 and not direction.failure and not direction.not_applicable:
             direction.not_applicable = f"the CPU does not run it: {cpu_error}" if cpu_error else "no sample has one"

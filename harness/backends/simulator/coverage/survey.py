@@ -63,6 +63,6 @@ def _compare(tasks: Sequence[Task], processes: int, announce: Announce) -> list[
         failures += bool(result.forward.failure or result.backward.failure)
         if time.monotonic() >= reported + PROGRESS_INTERVAL_S:
             reported = time.monotonic()
-            announce(f"Compared {done} of {len(tasks)} operators, {failures} of them out; the last was {result.name}")
+            announce(f"Made {done} of {len(tasks)} comparisons, {failures} failed; the last was of {result.name}")
 
     return workers.compare_all(tasks, processes, progress)
