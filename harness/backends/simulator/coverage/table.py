@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from harness.backends.simulator.coverage.comparison import NOT_REPRODUCIBLE, UNINITIALIZED, Direction, Result
 
 COMMAND = "python -m harness operators"
+WITH_FLOAT64 = "with float64, "
+"""Begins the reason of an operator that passes with float32."""
 
 _LINE_LENGTH = 120
 _PASSED = {"forward": "Pass forward", "backward": "Pass backward"}
@@ -56,7 +58,7 @@ class Table:
                 if own.failure:
                     outcome.out[result.name] = (own.failing_sample, own.failure)
                 elif other.failure:
-                    outcome.out[result.name] = (other.failing_sample, f"with float64, {other.failure}")
+                    outcome.out[result.name] = (other.failing_sample, WITH_FLOAT64 + other.failure)
                 elif own.passed:
                     outcome.passed.append(result.name)
                 elif own.not_applicable != _NO_BACKWARD:
