@@ -105,10 +105,11 @@ with_sanitizer() {
     mkdir -p "$2"
     shift 2
     # No leaks: Python and PyTorch keep much to the end of the process, and the simulator its singletons, on purpose.
+    # An allocation that cannot be had is null, as without sanitizers: the tests ask for some.
     env SIDESTREAM_SANITIZER="$run" LD_PRELOAD="${preloaded[$run]}" \
-        ASAN_OPTIONS="detect_leaks=0:halt_on_error=0:$log:$frames" \
+        ASAN_OPTIONS="detect_leaks=0:halt_on_error=0:allocator_may_return_null=1:$log:$frames" \
         UBSAN_OPTIONS="print_stacktrace=1:$log:$frames" \
-        TSAN_OPTIONS="exitcode=0:history_size=4:suppressions=$root/ci/thread_sanitizer_suppressions.txt:$log:$frames" \
+        TSAN_OPTIONS="exitcode=0:history_size=4:allocator_may_return_null=1:suppressions=$root/ci/thread_sanitizer_suppressions.txt:$log:$frames" \
         "$@"
 }
 

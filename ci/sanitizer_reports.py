@@ -18,6 +18,8 @@ FOUND = 10
 START = re.compile(
     r"^(?:WARNING: ThreadSanitizer: |==\d+==ERROR: AddressSanitizer: |.*: runtime error: )", re.MULTILINE
 )
+# Where a mutex was first locked and a thread was started, which says nothing about who is to blame.
+CIRCUMSTANCES = re.compile(r"^  (?:Mutex|Thread) .*?(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
 OURS = re.compile(r"^ +#\d+ .*/sidestream_\w+\.so\b", re.MULTILINE)
 
 
@@ -30,7 +32,7 @@ def split(text: str) -> list[str]:
 def main(folder: Path) -> int:
     """Prints each report that counts once, and how many there are of either kind."""
     reports = [report for file in sorted(folder.iterdir()) for report in split(file.read_text(errors="replace"))]
-    ours = Counter(report for report in reports if OURS.search(report))
+    ours = Counter(report for report in reports if OURS.search(CIRCUMSTANCES.sub("", report)))
     for report in ours:
         print(report, end="\n\n")
     print(f"Sanitizers: {ours.total()} reports in our code, {len(reports) - ours.total()} in other code alone")
