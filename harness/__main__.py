@@ -15,6 +15,8 @@ import harness
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 
+_TYPER_USAGE = 2
+
 app = typer.Typer(
     help="Sidestream, the suite and stress harness for streaming backward. The suite itself runs under pytest.",
     no_args_is_help=True,
@@ -112,6 +114,9 @@ def main() -> None:
     except SidestreamError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(int(error.exit_code))
+    except SystemExit as ended:
+        # typer's code for what it cannot parse means "interrupted" here, as in pytest.
+        sys.exit(int(ExitCode.USAGE) if ended.code == _TYPER_USAGE else ended.code)
 
 
 if __name__ == "__main__":

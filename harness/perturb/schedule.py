@@ -22,6 +22,8 @@ from harness.errors import UsageError
 
 _EXAMPLES = "submission, virtual-time:launch_us=5,operation_us=10, pct:seed=7,depth=3,steps=40, random:seed=5"
 _LARGEST = 2**63 - 1
+_DEEPEST = 1000
+"""Each further constraint divides the bound by the number of steps, and takes memory and time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class HostOrder:
         Raises:
             UsageError: the text is no order.
         """
-        found = re.fullmatch(r"((?:(?:m|[dt]\d+):[1-9]\d*(?:-|(?=/)))*)/([0-9a-f]{8})", text, re.ASCII)
+        found = re.fullmatch(r"((?:(?:m|[dt]\d{1,4}):[1-9]\d{0,17}(?:-|(?=/)))*)/([0-9a-f]{8})", text, re.ASCII)
         if not found:
             raise UsageError(
                 f"{text!r} is no order of host threads: write hosts=record to record one, or give one that was "
@@ -151,6 +153,10 @@ class ProbabilisticConcurrencyTesting(Schedule):
         _check_seed(self.kind, name, value)
         if name != "seed" and not 1 <= value <= 1_000_000_000:
             raise UsageError(f"pct: {name}={value} makes no schedule: give a whole number from 1 on.")
+        if name == "depth" and value > _DEEPEST:
+            raise UsageError(
+                f"pct: depth={value} promises nothing: give at most {_DEEPEST} (bugs of depth 1 to 3 are common)."
+            )
 
     def bound(self, threads: int, steps: int) -> float | None:
         """The least probability with which such a schedule shows a bug of this depth: 1 / (n k^(d-1)).

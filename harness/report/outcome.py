@@ -36,9 +36,9 @@ def outcome_of(result: CaseResult) -> Outcome:
         what = f"{kind}: of {counted(result.repetitions, 'repetition')} {' and '.join(counts)}"
         return Outcome(ExitCode.RACE, _text(what, result))
     if result.count(Verdict.INFRA):
-        return Outcome(
-            ExitCode.INFRASTRUCTURE, _text(f"{result.count(Verdict.INFRA)} repetitions were lost with a worker", result)
-        )
+        lost = result.count(Verdict.INFRA)
+        what = f"{counted(lost, 'repetition')} {'was' if lost == 1 else 'were'} lost with a worker"
+        return Outcome(ExitCode.INFRASTRUCTURE, _text(what, result))
     inconclusive = result.count(Verdict.INCONCLUSIVE)
     if inconclusive > _MOSTLY * result.repetitions:
         what = f"inconclusive: in {inconclusive} of {result.repetitions} repetitions the hold did not take effect"

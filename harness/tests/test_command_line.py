@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from harness.__main__ import app
+from harness.__main__ import app, main
 from harness.backends import extension
 
 
@@ -16,3 +16,14 @@ def test_build_builds_every_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = CliRunner().invoke(app, ["build"])
     assert answer.exit_code == 0, answer.output
     assert answer.stdout.split() == ["/built/sidestream_simulator", "/built/sidestream_tap"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["version"], 0), (["nosuch"], 4), (["bench", "--launches", "-1"], 4), (["operators", "nosuch"], 4)],
+)
+def test_the_exit_code_is_one_of_our_own(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int) -> None:
+    monkeypatch.setattr("sys.argv", ["harness", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code or 0) == code

@@ -153,6 +153,30 @@ def test_a_body_that_launches_other_things_each_time_is_refused(suite):
     assert "does not launch the same each time" in ran.output
 
 
+def test_a_race_that_changes_what_is_launched_is_reported_as_the_race(suite):
+    suite.write(
+        """
+import torch
+
+def test_racy(lab):
+    with lab.preparing():
+        mask = lab.keep(torch.ones(8, device=lab.device))
+    with lab.stream("fill"):
+        mask.zero_()
+    with lab.stream("reader"):
+        found = lab.keep(mask.nonzero())  # how many launches follow depends on what it read
+        for _ in range(len(found)):
+            mask.add(1)
+        lab.observe(mask, 0.0)
+"""
+    )
+    ran = suite.run("--count", "6")
+    assert ran.code == 1, ran.output
+    assert "race: of" in ran.output
+    assert "stream 'reader' must wait for stream 'fill'" in ran.output
+    assert "does not launch the same" not in ran.output
+
+
 def test_mostly_inconclusive_is_not_green(suite):
     suite.write(
         "runs = []\n"

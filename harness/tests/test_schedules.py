@@ -126,10 +126,12 @@ def test_parameters_that_are_left_out_have_their_defaults(text: str, schedule: S
         ("virtual-time:query_us=0", "query_us=0 would let a host that polls wait for ever"),
         ("pct:depth=0", "depth=0 makes no schedule"),
         ("pct:steps=0", "steps=0 makes no schedule"),
+        ("pct:depth=1001", "depth=1001 promises nothing"),
         ("random:seed=-1", "seed=-1 is out of range"),
         ("submission:hosts=m:14", "no order of host threads"),
         ("submission:hosts=m:0/00000000", "no order of host threads"),
         ("submission:hosts=x:1/00000000", "no order of host threads"),
+        ("submission:hosts=m:99999999999999999999/00000000", "no order of host threads"),
     ],
 )
 def test_a_string_that_is_no_schedule_is_refused_with_what_would_be_one(text: str, sentence: str) -> None:
