@@ -72,6 +72,11 @@ def streams(count: int, device: int = 0) -> list[torch.Stream]:
     return [torch.Stream(device=f"sim:{device}") for _ in range(count)]
 
 
+def same_stream(stream: torch.Stream) -> torch.Stream:
+    """Another object for a stream: one object cannot be entered by two threads at once in torch 2.7."""
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 def filled(size: int, value: float, device: int = 0) -> torch.Tensor:
     """A tensor with that value in every element."""
     return torch.full((size,), value, device=f"sim:{device}")

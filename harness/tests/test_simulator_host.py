@@ -63,7 +63,7 @@ def written(*runs: tuple[int, int]) -> list[tuple[tuple[int, int], bool]]:
         (lambda memory: memory[2:4].tolist(), [("Tensor.tolist", read((2, 4)))]),
         (lambda memory: memory[4:].numpy(), [("Tensor.numpy", read((4, 8)))]),
         (np.asarray, [("Tensor.numpy", read(ALL))]),
-        (np.from_dlpack, [("Tensor.__dlpack__", read(ALL))]),
+        (lambda memory: memory.__dlpack__(), [("Tensor.__dlpack__", read(ALL))]),
         (pickle.dumps, [("Tensor.__reduce_ex__", read(ALL))]),
         (lambda memory: torch.from_numpy(memory.numpy()[2:])[1].item(),
          [("Tensor.numpy", read(ALL)), ("aten::_local_scalar_dense", read((3, 4)))]),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.tests.simulator_support import filled, preparing, registered, repetition, run_script, streams
+from harness.tests.simulator_support import filled, preparing, registered, repetition, run_script, same_stream, streams
 
 NAN = float("nan")
 
@@ -335,7 +335,7 @@ def test_launches_of_several_threads_take_turns_on_a_stream(native: ModuleType, 
     shared, rounds = streams(3), 20
 
     def enqueue(stream: torch.Stream, value: torch.Tensor, overlaps: torch.Tensor) -> None:
-        with stream:
+        with same_stream(stream):
             for _ in range(rounds):
                 operators.slow_(value, overlaps)
 

@@ -192,7 +192,7 @@ class Worker:
         assert found.tolist() == [3, 4, 5], found
 
     def share_streams(self) -> None:
-        stream = self.random.choice(self.shared.streams)
+        stream = simulator_support.same_stream(self.random.choice(self.shared.streams))
         with stream:
             value = torch.full((8,), 1.0, device=f"sim:{stream.device_index}").mul_(7.0)
         self.random.choice([stream.synchronize, stream.query, lambda: None])()
@@ -200,7 +200,7 @@ class Worker:
             self._expect([value], [7.0])
 
     def run_kernels_in_python(self) -> None:
-        stream = self.random.choice(self.shared.streams)
+        stream = simulator_support.same_stream(self.random.choice(self.shared.streams))
         with stream:
             value = torch.full((8,), 1.0, device=f"sim:{stream.device_index}")
             torch.ops.sidestream_stress.increment_(value)

@@ -97,6 +97,7 @@ void refuse(const c10::OperatorHandle&, torch::jit::Stack*) {
 
 constexpr char kNorm[] = "ScalarOpt_dtype";
 constexpr char kNormOfDimensions[] = "ScalarOpt_dim_dtype";
+constexpr char kNormOfNames[] = "names_ScalarOpt_dim_dtype";
 
 template <void (*policy)(const c10::OperatorHandle&, torch::jit::Stack*)>
 void implement(torch::Library& library, const char* name, const char* overload = "") {
@@ -126,6 +127,11 @@ void register_autocast() {
   AT_FORALL_PROMOTE(SIDESTREAM_WIDEST)
   implement<with_dtype<kNorm>>(aten, "norm", "Scalar");
   implement<with_dtype<kNormOfDimensions>>(aten, "norm", "ScalarOpt_dim");
+  // Named dimensions, as long as torch has them there.
+  auto named = c10::Dispatcher::singleton().findSchema({"aten::norm", "names_ScalarOpt_dim"});
+  if (named && named->hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA)) {
+    implement<with_dtype<kNormOfNames>>(aten, "norm", "names_ScalarOpt_dim");
+  }
   implement<refuse>(aten, "binary_cross_entropy");
 }
 

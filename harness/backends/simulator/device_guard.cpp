@@ -27,6 +27,9 @@ class Event {
     recording_ = std::move(recording);
   }
 
+  explicit Event(c10::EventFlag flag) : has_time(flag == c10::EventFlag::BACKEND_DEFAULT) {}
+  const bool has_time;
+
  private:
   std::mutex mutex_;
   RecordingPointer recording_;
@@ -92,13 +95,14 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag)
+      const override {
     TORCH_CHECK(
         device == -1 || device == stream.device_index(),
         "Event device index ", int(device), " does not match recording stream's device index ", int(stream.device_index()), ".");
     auto recording = Scheduler::get().record(Scheduler::get().stream(stream));
     if (!*event) {
-      *event = new Event();
+      *event = new Event(flag);
     }
     static_cast<Event*>(*event)->record(std::move(recording));
   }
@@ -123,11 +127,14 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   // on this host's.
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start && end, "Both events must be recorded before the time between them can be asked for.");
+    TORCH_CHECK(
+        static_cast<Event*>(start)->has_time && static_cast<Event*>(end)->has_time,
+        "Both events must be created with argument 'enable_timing=True'."); // newer versions of torch ask themselves
     const auto first = recording_of(start);
     const auto second = recording_of(end);
     Lock lock(Scheduler::get().mutex);
     TORCH_CHECK(
-        first->complete && second->complete, "Both events must be complete before the time between them can be asked for.");
+        first->complete && second->complete, "Both events must be completed before the time between them can be asked for.");
     TORCH_CHECK(first->stream->device == second->stream->device, "There is no time between events of two devices.");
     TORCH_CHECK(
         first->clock == second->clock, "The two events were recorded under different schedules, which share no clock.");

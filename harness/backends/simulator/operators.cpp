@@ -18,6 +18,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/view_native.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <memory>
@@ -234,6 +235,13 @@ void register_operators() {
   // Leaked: the registrations last as long as the process.
   auto* any = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   any->fallback(torch::CppFunction::makeFromBoxedFunction<&launch_operator>());
+
+  // What lets an operator be called that has no autograd formula: torch 2.7 registers it for its own devices alone.
+  constexpr auto autograd = c10::DispatchKey::AutogradPrivateUse1;
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(autograd)) {
+    auto* formulas = new torch::Library(torch::Library::IMPL, "_", autograd, __FILE__, __LINE__);
+    formulas->fallback(torch::autograd::basicAutogradNotImplementedFallback());
+  }
 
   auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {

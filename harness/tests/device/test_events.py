@@ -190,7 +190,7 @@ def test_there_is_no_time_between_events_without_timing_or_record_or_completion(
     plain.record(stream)
     stream.synchronize()
     for other in (plain, never):
-        with pytest.raises((RuntimeError, ValueError), match=r"enable_timing|recorded"):
+        with pytest.raises((RuntimeError, ValueError), match=r"enable_timing|record"):
             timed.elapsed_time(other)
     with accelerator.busy(stream):
         pending.record(stream)
