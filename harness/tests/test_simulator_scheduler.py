@@ -426,12 +426,12 @@ def test_repetitions_neither_slow_down_nor_grow(native: ModuleType) -> None:
         return time.process_time() - started
 
     run(300)
-    early = min(run(100) for _ in range(3))
+    early = min(run(100) for _ in range(10))  # the least: what a busy machine adds to CPU time comes and goes
     growth = []
     for _ in range(4):
         pages = _resident_pages()
         run(800)
         growth.append(_resident_pages() - pages)
-    late = min(run(100) for _ in range(3))
+    late = min(run(100) for _ in range(10))
     assert late < 2 * early
     assert min(growth) < 8  # pages; the process may grow once for its own reasons, a leak of 40 bytes grows each time
