@@ -64,22 +64,12 @@ c10::DataPtr Allocator::allocate(size_t size_bytes) {
     TORCH_CHECK_WITH(
         OutOfMemoryError, memory, "The simulated accelerator found no host memory for a block of ", rounded, " bytes.");
     std::memset(memory, kPoison, static_cast<size_t>(rounded));
-    block = new Block{{memory, rounded}, &owner};
+    block = new Block{{{memory, rounded}}, &owner};
     statistics_[device].reserved.increase(rounded);
   }
   statistics_[device].allocated.increase(rounded);
   statistics_[device].active.increase(rounded);
-  if (scheduler.traces()) {
-    TraceEntry entry{TraceEntry::kAllocate};
-    entry.device = owner.device;
-    entry.stream = owner.id;
-    entry.size_bytes = rounded;
-    if (block->completed_in != scheduler.repetition()) {
-      block->completed.clear();
-    }
-    scheduler.trace.add_memory(entry, *block, block->completed);
-  }
-  block->completed.clear();
+  trace_allocation(*block, owner.device, owner.id);
   return {block->memory, block, &free_context, device_of_pointer};
 }
 
@@ -93,42 +83,21 @@ Block* Allocator::block_of(const c10::DataPtr& pointer) {
 
 void Allocator::record_stream(Block& block, Stream& stream) {
   Lock lock(Scheduler::get().mutex);
-  if (&stream != block.owner && std::find(block.users.begin(), block.users.end(), &stream) == block.users.end()) {
-    block.users.push_back(&stream);
+  if (&stream != block.owner) {
+    block.add_user(stream);
   }
 }
 
 void Allocator::free(Block& block) {
   auto& scheduler = Scheduler::get();
-  bool traces = scheduler.traces();
   Caller caller;
-  if (traces) {
+  if (scheduler.traces()) {
     caller = describe_line();
   }
   Lock lock(scheduler.mutex);
   statistics_[block.owner->device].allocated.decrease(block.size_bytes);
-  std::vector<RecordingPointer> recordings;
-  std::vector<int64_t> events;
-  for (auto* user : block.users) {
-    recordings.push_back(scheduler.record_locked(*user));
-    if (recordings.back()->number > 0) {
-      events.push_back(recordings.back()->number);
-    }
-  }
-  block.users.clear();
-  if (scheduler.traces()) {
-    TraceEntry entry{TraceEntry::kFree};
-    entry.device = block.owner->device;
-    entry.stream = block.owner->id;
-    entry.caller = caller;
-    scheduler.trace.add_memory(entry, block, events);
-  }
-  block.completed = std::move(events);
-  block.completed_in = scheduler.repetition();
-  if (!block.listed) {
-    block.listed = true;
-    freed_.push_back(&block);
-  }
+  auto recordings = record_free(block, block.owner->device, block.owner->id, caller);
+  freed_.add(block);
   if (recordings.empty()) {
     make_available(block);
   } else {
@@ -215,13 +184,7 @@ void Allocator::empty_cache() {
 
 void Allocator::poison_freed() {
   process_deferred();
-  for (auto* block : freed_) {
-    block->listed = false;
-    if (block->cached) { // else it is in use again, or still deferred
-      std::memset(block->memory, kPoison, static_cast<size_t>(block->size_bytes));
-    }
-  }
-  freed_.clear();
+  freed_.poison();
 }
 
 #ifdef SIDESTREAM_HAS_DEVICE_ALLOCATOR

@@ -4,7 +4,7 @@
 // Memory is never given back to the system while work that may touch it can be pending.
 #pragma once
 
-#include "scheduler.h"
+#include "cached_blocks.h"
 #include "streams.h"
 #include "torch_versions.h"
 
@@ -18,13 +18,8 @@
 
 namespace sidestream {
 
-constexpr int kPoison = 0xFF; // fills memory that nobody has written
-
-struct Block : MemoryBlock {
+struct Block : CachedBlock { // its users are the other streams it was recorded on
   Stream* owner;
-  std::vector<Stream*> users = {}; // other streams it was recorded on
-  bool cached = false; // in a free list
-  bool listed = false; // in the list of blocks to poison
 };
 
 // Bytes, counted as torch.cuda.memory_stats counts them.
@@ -92,7 +87,7 @@ class Allocator final : public DeviceAllocatorInterface {
 
   std::unordered_map<Stream*, std::unordered_map<int64_t, std::vector<Block*>>> free_;
   std::vector<Deferred> deferred_;
-  std::vector<Block*> freed_; // since the last poison_freed
+  FreedBlocks freed_;
   std::array<MemoryStatistics, kDevices> statistics_{};
 };
 

@@ -1,6 +1,5 @@
 #include "pinned_memory.h"
 
-#include "allocator.h"
 #include "host_accesses.h"
 
 #include <c10/util/Exception.h>
@@ -15,16 +14,10 @@ namespace sidestream {
 namespace {
 
 constexpr int64_t kAlignment = 64;
+constexpr c10::DeviceIndex kHost = -1; // as owner: neither a device nor a stream
 
 void free_context(void* context) {
   PinnedAllocator::get().free(*static_cast<PinnedBlock*>(context));
-}
-
-TraceEntry entry_of(TraceEntry::Kind kind) {
-  TraceEntry entry{kind};
-  entry.device = -1;
-  entry.stream = -1;
-  return entry;
 }
 
 } // namespace
@@ -54,19 +47,11 @@ c10::DataPtr PinnedAllocator::allocate(size_t size_bytes) {
       TORCH_CHECK_WITH(
           OutOfMemoryError, memory, "The simulated accelerator found no memory for a pinned block of ", rounded, " bytes.");
       std::memset(memory, kPoison, static_cast<size_t>(rounded));
-      block = new PinnedBlock{{memory, rounded}};
+      block = new PinnedBlock{{{memory, rounded}}};
       blocks_.emplace(memory, block);
     }
     live_++;
-    if (scheduler.traces()) {
-      auto entry = entry_of(TraceEntry::kAllocate);
-      entry.size_bytes = rounded;
-      if (block->completed_in != scheduler.repetition()) {
-        block->completed.clear();
-      }
-      scheduler.trace.add_memory(entry, *block, block->completed);
-    }
-    block->completed.clear();
+    trace_allocation(*block, kHost, kHost);
   }
   update_host_observer();
   return {block->memory, block, &free_context, c10::Device(c10::kCPU)};
@@ -98,9 +83,7 @@ bool PinnedAllocator::record_use(const c10::DataPtr& storage, const void* pointe
     }
     block = found->second;
   }
-  if (std::find(block->users.begin(), block->users.end(), &stream) == block->users.end()) {
-    block->users.push_back(&stream);
-  }
+  block->add_user(stream);
   return true;
 }
 
@@ -113,27 +96,11 @@ void PinnedAllocator::free(PinnedBlock& block) {
   {
     Lock lock(scheduler.mutex);
     live_--;
-    std::vector<int64_t> events;
-    for (auto* user : block.users) {
-      auto recording = scheduler.record_locked(*user);
-      if (recording->number > 0) {
-        events.push_back(recording->number);
-      }
+    for (auto& recording : record_free(block, kHost, kHost, caller)) {
       recordings_.emplace_back(std::move(recording), &block);
       block.awaited++;
     }
-    block.users.clear();
-    if (scheduler.traces()) {
-      auto entry = entry_of(TraceEntry::kFree);
-      entry.caller = caller;
-      scheduler.trace.add_memory(entry, block, events);
-    }
-    block.completed = std::move(events);
-    block.completed_in = scheduler.repetition();
-    if (!block.listed) {
-      block.listed = true;
-      freed_.push_back(&block);
-    }
+    freed_.add(block);
     if (block.awaited == 0) {
       make_available(block);
     }
@@ -158,13 +125,7 @@ void PinnedAllocator::process_recordings() {
 
 void PinnedAllocator::poison_freed() {
   process_recordings();
-  for (auto* block : freed_) {
-    block->listed = false;
-    if (block->cached) { // else it is in use again
-      std::memset(block->memory, kPoison, static_cast<size_t>(block->size_bytes));
-    }
-  }
-  freed_.clear();
+  freed_.poison();
 }
 
 bool is_pinned(const void* pointer) {

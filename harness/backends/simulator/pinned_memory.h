@@ -5,7 +5,7 @@
 // Memory is never given back to the system, so a copy that outlives its block writes into a block and not into the heap.
 #pragma once
 
-#include "scheduler.h"
+#include "cached_blocks.h"
 
 #include <c10/core/Allocator.h>
 
@@ -19,11 +19,8 @@
 
 namespace sidestream {
 
-struct PinnedBlock : MemoryBlock {
-  std::vector<Stream*> users = {}; // streams whose copies it was recorded on
+struct PinnedBlock : CachedBlock { // its users are the streams whose copies it was recorded on
   int64_t awaited = 0; // recordings that must complete before it is free
-  bool cached = false; // in a free list
-  bool listed = false; // in the list of blocks to poison
 };
 
 class PinnedAllocator final : public c10::Allocator {
@@ -53,7 +50,7 @@ class PinnedAllocator final : public c10::Allocator {
   std::map<const void*, PinnedBlock*> blocks_; // every block there ever was, by its first byte
   std::unordered_map<int64_t, std::vector<PinnedBlock*>> free_;
   std::deque<std::pair<RecordingPointer, PinnedBlock*>> recordings_;
-  std::vector<PinnedBlock*> freed_; // since the last poison_freed
+  FreedBlocks freed_;
   std::atomic<int64_t> live_{0};
 };
 

@@ -15,8 +15,6 @@ namespace sidestream {
 struct MemoryBlock {
   void* memory;
   int64_t size_bytes; // rounded up to the size class
-  std::vector<int64_t> completed = {}; // recordings that its reuse waited for
-  uint64_t completed_in = 0; // the repetition that numbered them
   uint64_t numbered_in = 0; // see Trace
   int64_t number = 0;
 };
