@@ -53,3 +53,52 @@ prepare_environment() {
         exit "$exit_infrastructure"
     fi
 }
+
+# read_options NOUN CHOICE... -- ARGUMENT...: reads the arguments of a script that does several things. Sets $system for
+# prepare_environment, $selected to the choices that --only names (without it, to all), and $options to what is left, which is for
+# pytest. --help calls the script's own usage.
+read_options() {
+    local noun=$1 choices=()
+    shift
+    while [[ $1 != -- ]]; do
+        choices+=("$1")
+        shift
+    done
+    shift
+    system=()
+    selected=("${choices[@]}")
+    options=()
+    while [[ $# -gt 0 ]]; do
+        case $1 in
+            -h | --help)
+                usage
+                exit
+                ;;
+            --system) system+=(--system) ;;
+            --only)
+                select_choices "$noun" "${2:-}" "${choices[@]}"
+                shift
+                ;;
+            --only=*) select_choices "$noun" "${1#--only=}" "${choices[@]}" ;;
+            *) options+=("$1") ;;
+        esac
+        shift
+    done
+}
+
+# select_choices NOUN LIST CHOICE...: sets $selected to the choices that a list names, separated by commas.
+select_choices() {
+    local noun=$1 list=$2 choice
+    shift 2
+    IFS=, read -ra selected <<<"$list"
+    if [[ ${#selected[@]} == 0 ]]; then
+        echo "--only needs ${noun}s, separated by commas: $*." >&2
+        exit "$exit_usage"
+    fi
+    for choice in "${selected[@]}"; do
+        if [[ " $* " != *" $choice "* ]]; then
+            echo "--only: there is no $noun '$choice'; the ${noun}s are $*." >&2
+            exit "$exit_usage"
+        fi
+    done
+}

@@ -31,39 +31,7 @@ reported), 4 bad options or no sanitizers.
 END
 }
 
-system=()
-selected=()
-options=()
-
-select_runs() {
-    local run
-    IFS=, read -ra selected <<<"$1"
-    for run in "${selected[@]-}"; do
-        if [[ " ${runs[*]} " != *" $run "* ]]; then
-            echo "--only: there is no run '$run'; the runs are ${runs[*]}." >&2
-            exit "$exit_usage"
-        fi
-    done
-}
-
-while [[ $# -gt 0 ]]; do
-    case $1 in
-        -h | --help)
-            usage
-            exit
-            ;;
-        --system) system=(--system) ;;
-        --only)
-            select_runs "${2:-}"
-            shift
-            ;;
-        --only=*) select_runs "${1#--only=}" ;;
-        *) options+=("$1") ;;
-    esac
-    shift
-done
-[[ ${#selected[@]} -gt 0 ]] || selected=("${runs[@]}")
-
+read_options run "${runs[@]}" -- "$@"
 prepare_environment --development ${system[@]+"${system[@]}"}
 cd "$root"
 # The interpreter itself: what starts it may be a shell script, and shells do not bear a preloaded sanitizer.

@@ -29,43 +29,7 @@ Exit status: 0 if all passed, else that of the first part that failed; 2 if inte
 END
 }
 
-system=()
-selected=()
-options=()
-
-select_parts() {
-    local part
-    IFS=, read -ra selected <<<"$1"
-    if [[ ${#selected[@]} == 0 ]]; then
-        echo "--only needs parts, separated by commas: ${parts[*]}." >&2
-        exit "$exit_usage"
-    fi
-    for part in "${selected[@]}"; do
-        if [[ " ${parts[*]} " != *" $part "* ]]; then
-            echo "--only: there is no part '$part'; the parts are ${parts[*]}." >&2
-            exit "$exit_usage"
-        fi
-    done
-}
-
-while [[ $# -gt 0 ]]; do
-    case $1 in
-        -h | --help)
-            usage
-            exit
-            ;;
-        --system) system=(--system) ;;
-        --only)
-            select_parts "${2:-}"
-            shift
-            ;;
-        --only=*) select_parts "${1#--only=}" ;;
-        *) options+=("$1") ;;
-    esac
-    shift
-done
-[[ ${#selected[@]} -gt 0 ]] || selected=("${parts[@]}")
-
+read_options part "${parts[@]}" -- "$@"
 prepare_environment --development ${system[@]+"${system[@]}"}
 cd "$root"
 logs=$(mktemp -d)
