@@ -77,6 +77,18 @@ def same_stream(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
+class Twice(torch.autograd.Function):
+    """A backward in Python, so that the device threads of the engine need the GIL."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
 def filled(size: int, value: float, device: int = 0) -> torch.Tensor:
     """A tensor with that value in every element."""
     return torch.full((size,), value, device=f"sim:{device}")

@@ -37,7 +37,16 @@ from harness.perturb.schedule import (
     VirtualTime,
     parse_schedule,
 )
-from harness.tests.simulator_support import Repetition, filled, preparing, registered, repetition, run_script, streams
+from harness.tests.simulator_support import (
+    Repetition,
+    Twice,
+    filled,
+    preparing,
+    registered,
+    repetition,
+    run_script,
+    streams,
+)
 
 NAN = float("nan")
 SHARED = [HealthCheck.function_scoped_fixture]
@@ -542,18 +551,6 @@ def test_a_real_device_has_no_schedule() -> None:
 
 
 # The threads of the host.
-
-
-class Twice(torch.autograd.Function):
-    """A backward in Python, so that the device threads of the engine need the GIL."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 class TwoDevices:

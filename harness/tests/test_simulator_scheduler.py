@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness.tests.simulator_support import filled, preparing, registered, repetition, run_script, same_stream, streams
+from harness.tests.simulator_support import (
+    Twice,
+    filled,
+    preparing,
+    registered,
+    repetition,
+    run_script,
+    same_stream,
+    streams,
+)
 
 NAN = float("nan")
 
@@ -276,18 +285,6 @@ def test_an_asynchronous_copy_to_the_host_does_not_wait(native: ModuleType) -> N
     assert result.outcomes[0][0] == "forced"
 
 
-class _Twice(torch.autograd.Function):
-    """A backward in Python, so that the device threads of the engine need the GIL."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("serial", [False, True])
 def test_backward_on_two_devices_with_a_python_function_never_deadlocks(native: ModuleType, serial: bool) -> None:
@@ -300,7 +297,7 @@ def test_backward_on_two_devices_with_a_python_function_never_deadlocks(native: 
             outputs = []
             for side, leaf in zip(sides, leaves, strict=True):
                 with side:
-                    outputs.append(_Twice.apply(leaf) * 3)
+                    outputs.append(Twice.apply(leaf) * 3)
             for side in sides:
                 side.wait_stream(torch.accelerator.current_stream(0))
                 torch.accelerator.current_stream(side.device_index).wait_stream(side)
