@@ -15,9 +15,12 @@ KEPT_CAUSES = 3
 
 
 _BASELINE = str(Plan())
-_KEPT_PLANS = 2000
+_KEPT_PLANS = 400
 _FURTHER_SETS = "further sets"
 """Sets of held launches are ever new: beyond so many plans a case's sets are counted together."""
+
+_RACED = -1
+"""In place of a cycle's count: one of its repetitions raced."""
 
 _SENTENCE_UNKNOWN = "documented as unsafe"
 """For a control that is known from its result lines only, because its run was cut off."""
@@ -47,8 +50,11 @@ class CaseResult:
     verdicts: dict[str, int] = field(default_factory=dict)
     plans: dict[str, list[int]] = field(default_factory=dict)
     """For each plan: conclusive repetitions, of which raced."""
-    cycles: dict[str, list[int]] = field(default_factory=dict)
-    """For each cycle of plans (JSON keys are strings): repetitions, of which raced."""
+    cycles: list[int] = field(default_factory=list)
+    """For each cycle of plans of a control: its repetitions as long as none raced, then -1.
+
+    A number a cycle is what remains of a run of any length; everything else is bounded.
+    """
     oracles: int = 1
     """How many oracles judge: an aimed repetition of a control must convince each of them."""
     aimed: int = 0
@@ -76,19 +82,28 @@ class CaseResult:
             self.control = _SENTENCE_UNKNOWN
         raced = record.verdict == Verdict.RACE.value
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
-        plan = record.plan
-        if plan not in self.plans and len(self.plans) >= _KEPT_PLANS and _is_set(plan):
-            plan = _FURTHER_SETS
         # What is inconclusive is no evidence for its plan.
         conclusive = record.verdict in (Verdict.RACE.value, Verdict.PASS.value)
-        _tally(self.plans, plan, int(conclusive), raced)
+        self._add_plan(record.plan, int(conclusive), int(raced))
         if self.cycle_length and self.control is not None:
-            _tally(self.cycles, str(record.repetition // self.cycle_length), 1, raced)
-        if record.aimed and record.verdict in (Verdict.RACE.value, Verdict.PASS.value):
+            self._add_cycle(record.repetition // self.cycle_length, _RACED if raced else 1)
+        if record.aimed and conclusive:
             self.aimed += 1
             self.aimed_seen += raced and len(record.raced_by) >= self.oracles
         self.durations_us[0] += record.duration_us
         self.durations_us[1] = max(self.durations_us[1], record.duration_us)
+
+    def _add_plan(self, plan: str, repetitions: int, raced: int) -> None:
+        if plan not in self.plans and len(self.plans) >= _KEPT_PLANS and _is_set(plan):
+            plan = _FURTHER_SETS
+        entry = self.plans.setdefault(plan, [0, 0])
+        entry[0] += repetitions
+        entry[1] += raced
+
+    def _add_cycle(self, cycle: int, repetitions: int) -> None:
+        self.cycles.extend([0] * (cycle + 1 - len(self.cycles)))
+        raced = _RACED in (self.cycles[cycle], repetitions)
+        self.cycles[cycle] = _RACED if raced else self.cycles[cycle] + repetitions
 
     def describe_failure(self, reason: str, text: str, oracles: int = 0) -> None:
         """Count a failed repetition, and keep its description if it tells more than what is kept of its reason."""
@@ -110,9 +125,9 @@ class CaseResult:
         self.cycle_length = max(self.cycle_length, other.cycle_length)
         self.verdicts = dict(Counter(self.verdicts) + Counter(other.verdicts))
         for plan, (repetitions, raced) in other.plans.items():
-            _tally(self.plans, plan, repetitions, raced)
-        for cycle, (repetitions, raced) in other.cycles.items():
-            _tally(self.cycles, cycle, repetitions, raced)
+            self._add_plan(plan, repetitions, raced)
+        for cycle, repetitions in enumerate(other.cycles):
+            self._add_cycle(cycle, repetitions)
         self.oracles = max(self.oracles, other.oracles)
         self.aimed += other.aimed
         self.aimed_seen += other.aimed_seen
@@ -153,11 +168,7 @@ class CaseResult:
             return f"{seen} were seen to race{oracles}"
         if not self.aimed and self.launches and self.singles_covered() == self.launches:
             return "no repetition held an access that is known to race, although each launch was held"
-        blind = [
-            c
-            for c, (n, raced) in sorted(self.cycles.items(), key=lambda cycle: int(cycle[0]))
-            if n == self.cycle_length and not raced
-        ]
+        blind = [cycle for cycle, repetitions in enumerate(self.cycles) if repetitions == self.cycle_length]
         if blind:
             return f"{len(blind)} whole cycles of plans passed without a race, the first of them cycle {blind[0]}"
         return None
@@ -175,9 +186,3 @@ class CaseResult:
 
 def _is_set(plan: str) -> bool:
     return plan == _FURTHER_SETS or "," in plan
-
-
-def _tally(table: dict[str, list[int]], key: str, repetitions: int, raced: int) -> None:
-    entry = table.setdefault(key, [0, 0])
-    entry[0] += repetitions
-    entry[1] += int(raced)

@@ -55,7 +55,7 @@ def test_repetitions_are_counted_by_verdict_plan_and_cycle():
     assert result.repetitions == 4
     assert (result.count(Verdict.PASS), result.count(Verdict.RACE), result.count(Verdict.TIMEOUT)) == (3, 1, 0)
     assert result.plans == {"baseline": [2, 0], "hold=fill:0": [2, 1]}
-    assert result.cycles == {"0": [2, 1], "1": [2, 0]}
+    assert result.cycles == [-1, 2]
     assert (result.aimed, result.aimed_seen) == (2, 1)
     assert result.durations_us == [17.0, 9.0]
 
@@ -63,7 +63,7 @@ def test_repetitions_are_counted_by_verdict_plan_and_cycle():
 def test_one_plan_for_all_repetitions_has_no_cycles():
     result = CaseResult(CASE)
     result.add(record(0, Verdict.PASS))
-    assert result.cycles == {}
+    assert result.cycles == []
 
 
 @pytest.mark.parametrize("verdict", [Verdict.INCONCLUSIVE, Verdict.TIMEOUT, Verdict.INFRA])
@@ -82,6 +82,23 @@ def test_launches_held_alone_and_the_thinnest_plan():
         result.add(record(number, Verdict.PASS, plan))
     assert result.singles_covered() == 2
     assert result.thinnest_plan() == 2, "sets depend on the seed and do not count"
+
+
+def test_what_is_kept_of_a_case_does_not_grow_with_its_repetitions():
+    """But for a number a cycle; each slice sees a part of every cycle, and so no cycle is ever done with."""
+
+    def after(repetitions: int) -> int:
+        merged = CaseResult(CASE)
+        for position in range(2):
+            result = CaseResult(CASE, control="Nothing orders them.", launches=40, cycle_length=81)
+            for number in range(position, repetitions, 2):
+                result.add(record(number, Verdict.PASS, f"hold=fill:{number},ambient:{number + 1}"))
+            merged.merge(result)
+        assert sum(held for held, _ in merged.plans.values()) == repetitions
+        assert len(merged.cycles) == -(-repetitions // 81)
+        return len(json.dumps(merged.to_json()))
+
+    assert after(20_000) < after(2_000) + 1_500
 
 
 # Causes.
