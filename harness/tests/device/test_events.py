@@ -213,7 +213,9 @@ def test_an_event_belongs_to_the_device_of_its_first_record(accelerator: Acceler
     (first,), (second,) = accelerator.streams(1, 0), accelerator.streams(1, 1)
     event = event_of(accelerator)
     event.record(first)
-    with pytest.raises(RuntimeError, match=r"[Ee]vent device.*does not match recording stream's device"):
+    # Not the rest of the sentence: CUDA's ends at device 0, whose 8-bit index is written as a NUL character
+    # (c10/cuda/impl/CUDAGuardImpl.h).
+    with pytest.raises(RuntimeError, match=r"[Ee]vent device"):
         event.record(second)
 
 
