@@ -65,6 +65,11 @@ class Run:
     _writer: ResultWriter | None = None
     _watchdog: Watchdog | None = None
 
+    @property
+    def prints_summary(self) -> bool:
+        """Whether this is the process that reports to the user, and not a worker."""
+        return self.worker in ("main", "controller")
+
     def session(self) -> Session:
         """The accelerator, opened at its first use."""
         if self._session is None:
@@ -438,7 +443,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     def numbers(cycle: int) -> Iterable[int]:
         return range(position, count if count is not None else cycle, slices)
 
-    result = run.result(nodeid) if slices == 1 else CaseResult(nodeid)
+    # In a worker it goes to the controller with the report; what is kept here would grow with the cases.
+    result = run.result(nodeid) if run.prints_summary else CaseResult(nodeid)
     result.control = case.control.reason if case.control else None
     pyfuncitem.stash[RESULT] = result
     try:
@@ -481,6 +487,7 @@ def pytest_runtest_makereport(
     report = yield
     if call.when == "call" and RESULT in item.stash:
         report.sidestream = item.stash[RESULT].to_json()
+        del item.stash[RESULT]  # pytest keeps the items until its end
     if call.excinfo is not None and isinstance(call.excinfo.value, SidestreamError):
         report.longrepr = str(call.excinfo.value)
         report.sidestream_exit_code = int(call.excinfo.value.exit_code)
@@ -488,7 +495,7 @@ def pytest_runtest_makereport(
 
 
 class Recorder:
-    """Keeps what final reports say: registered in every process but meant for the one that prints the summary."""
+    """Keeps what final reports say where the summary is printed, and ends a process whose device is broken."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -498,6 +505,8 @@ class Recorder:
         from harness.campaign.result import CaseResult
         from harness.report.outcome import outcome_of
 
+        if not self._run.prints_summary:
+            return
         data = getattr(report, "sidestream", None)
         code = getattr(report, "sidestream_exit_code", None)
         if data is not None:
