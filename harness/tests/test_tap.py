@@ -205,7 +205,7 @@ def test_every_virtual_of_the_device_guard_is_forwarded() -> None:
     interface = header.read_text().partition("struct C10_API DeviceGuardImplInterface")[2].partition("\n};")[0]
     virtuals = set(re.findall(r"virtual\s+[\w:*\s]+?[\s*](\w+)\(", interface))
     assert {"record", "block", "synchronizeDevice", "recordDataPtrOnStream", "elapsedTime"} <= virtuals
-    source = (Path(tap_package.__file__).parent / "guard_tap.cpp").read_text()
+    source = (Path(tap_package.__file__).parent / "forwarding_guard.h").read_text()
     forwarded = set(re.findall(r"(\w+)\([^()]*\) const (?:noexcept )?override \{", source))
     assert virtuals <= forwarded, f"not forwarded: {virtuals - forwarded}"
 

@@ -1,95 +1,22 @@
 #include "guard_tap.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/version.h>
-
 #include <stdexcept>
 
 #include "device.h"
+#include "forwarding_guard.h"
 #include "thread_state.h"
-
-#define TORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace sidestream {
 namespace {
 
-using c10::Device;
-using c10::DeviceIndex;
-using c10::DeviceType;
-using c10::Stream;
 using c10::impl::DeviceGuardImplInterface;
 
-// Every virtual of DeviceGuardImplInterface is forwarded: one that is not would silently get the interface's default.
-class GuardTap final : public DeviceGuardImplInterface {
+class GuardTap final : public ForwardingGuard {
  public:
-  explicit GuardTap(const DeviceGuardImplInterface* original) : original_(original) {}
-
-  const DeviceGuardImplInterface* original() const {
-    return original_;
-  }
-
-  DeviceType type() const override {
-    return original_->type();
-  }
-  Device exchangeDevice(Device device) const override {
-    return original_->exchangeDevice(device);
-  }
-  Device getDevice() const override {
-    return original_->getDevice();
-  }
-  void setDevice(Device device) const override {
-    original_->setDevice(device);
-  }
-  void uncheckedSetDevice(Device device) const noexcept override {
-    original_->uncheckedSetDevice(device);
-  }
-  Stream getStream(Device device) const override {
-    return original_->getStream(device);
-  }
-  Stream getDefaultStream(Device device) const override {
-    return original_->getDefaultStream(device);
-  }
-  Stream getStreamFromGlobalPool(Device device, bool is_high_priority) const override {
-    return original_->getStreamFromGlobalPool(device, is_high_priority);
-  }
-  Stream getNewStream(Device device, int priority) const override {
-    return original_->getNewStream(device, priority);
-  }
-  Stream exchangeStream(Stream stream) const override {
-    return original_->exchangeStream(stream);
-  }
-#if TORCH_AT_LEAST(2, 11)
-  void* getStreamNativeHandle(const Stream stream) const override {
-    return original_->getStreamNativeHandle(stream);
-  }
-#endif
-  DeviceIndex deviceCount() const noexcept override {
-    return original_->deviceCount();
-  }
-#if TORCH_AT_LEAST(2, 10)
-  c10::DeviceCapability getDeviceCapability(Device device) const override {
-    return original_->getDeviceCapability(device);
-  }
-#endif
-#if TORCH_AT_LEAST(2, 12)
-  bool isStreamCapturing(const Stream& stream) const override {
-    return original_->isStreamCapturing(stream);
-  }
-#endif
-  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
-    original_->recordDataPtrOnStream(data, stream);
-  }
-  double elapsedTime(void* start, void* end, const DeviceIndex device) const override {
-    return original_->elapsedTime(start, end, device);
-  }
-
-  void destroyEvent(void* event, const DeviceIndex device) const noexcept override {
-    original_->destroyEvent(event, device);
-  }
+  using ForwardingGuard::ForwardingGuard;
 
   void record(void** event, const Stream& stream, const DeviceIndex device, const c10::EventFlag flag) const override {
-    original_->record(event, stream, device, flag);
+    original()->record(event, stream, device, flag);
     if (observed()) {
       repetition().mark_used(stream.device_index());
       repetition().recorded(*event, key_of(stream), !repetition().preparing());
@@ -103,11 +30,11 @@ class GuardTap final : public DeviceGuardImplInterface {
       repetition().mark_used(stream.device_index());
       repetition().waited(event, key_of(stream), !repetition().preparing());
     }
-    original_->block(event, stream);
+    original()->block(event, stream);
   }
 
   bool queryEvent(void* event) const override {
-    const bool complete = original_->queryEvent(event);
+    const bool complete = original()->queryEvent(event);
     if (observed()) {
       HostSync::of_event(event, !repetition().preparing()).asked(complete);
     }
@@ -115,7 +42,7 @@ class GuardTap final : public DeviceGuardImplInterface {
   }
 
   bool queryStream(const Stream& stream) const override {
-    const bool complete = original_->queryStream(stream);
+    const bool complete = original()->queryStream(stream);
     if (observed()) {
       HostSync::of_stream(key_of(stream), !repetition().preparing()).asked(complete);
     }
@@ -124,16 +51,16 @@ class GuardTap final : public DeviceGuardImplInterface {
 
   void synchronizeStream(const Stream& stream) const override {
     synchronize(HostSync::of_stream(key_of(stream), !repetition().preparing()), [&] {
-      original_->synchronizeStream(stream);
+      original()->synchronizeStream(stream);
     });
   }
 
   void synchronizeEvent(void* event) const override {
-    synchronize(HostSync::of_event(event, !repetition().preparing()), [&] { original_->synchronizeEvent(event); });
+    synchronize(HostSync::of_event(event, !repetition().preparing()), [&] { original()->synchronizeEvent(event); });
   }
 
   void synchronizeDevice(const DeviceIndex device) const override {
-    synchronize(HostSync::of_device(device, !repetition().preparing()), [&] { original_->synchronizeDevice(device); });
+    synchronize(HostSync::of_device(device, !repetition().preparing()), [&] { original()->synchronizeDevice(device); });
   }
 
  private:
@@ -148,8 +75,6 @@ class GuardTap final : public DeviceGuardImplInterface {
       sync.end();
     }
   }
-
-  const DeviceGuardImplInterface* const original_;
 };
 
 const GuardTap* installed = nullptr;
@@ -166,7 +91,7 @@ const GuardTap* tap_of(const DeviceGuardImplInterface* original) {
 
 } // namespace
 
-void install_guard_tap(DeviceType type) {
+void install_guard_tap(c10::DeviceType type) {
   if (installed != nullptr) {
     throw std::runtime_error("a tap is installed already");
   }
