@@ -10,16 +10,16 @@ work of that stream that is ordered before. What orders:
   whatever thread it acted from: races between threads of the host are not looked for.
 * A host sync orders what the host does next, and so everything enqueued later, on any stream, after what the host
   waited for.
-* An allocation orders the *accesses of its block* that come after it, and nothing else, after the recordings that the
+* An allocation orders the *accesses of its bytes* that come after it, and nothing else, after the recordings that the
   allocator saw completed. In fact the host knew more at that moment, but only because the allocator happened to ask
   late enough: the same program with one launch delayed gets another block and no such order, so other memory must
   not rely on it.
 
-A free of device memory writes its whole block on the owning stream. It has no work of its own: whoever is ordered
+A free of device memory writes the bytes given back, on the owning stream. It has no work of its own: whoever is ordered
 after what the owner had been given by then is ordered after the free. It must not overtake an access of another stream,
 unless a deferred recording (``record_stream``) covers that access; the deferral delays the reuse and not the owner, so
 it orders nothing else. A free of pinned memory is a write by the host, and the deferred recordings are those made after
-the copies that the pinned allocator knows of. A block is as large as its allocations and accesses in the trace make it.
+the copies that the pinned allocator knows of.
 
 Accesses are byte ranges of blocks: disjoint slices of one buffer do not conflict, overlapping views do.
 """
@@ -73,7 +73,7 @@ class Race:
     stop: int
     """One past the last byte in conflict; bytes between may be free of conflict."""
     reused: bool
-    """Whether the block was freed between the two, so that they belong to different tensors."""
+    """Whether bytes in conflict were freed between the two, so that they belong to different tensors."""
     pinned: bool
     """Whether what was freed, by the second or between the two, is pinned memory."""
     hold: LaunchId | None
@@ -147,7 +147,6 @@ def find_races(trace: Trace) -> list[Race]:
     recordings: dict[int, _Clock] = {}
     blocks: dict[int, _Cells] = {}
     conflicts: _Conflicts = {}
-    sizes: dict[int, int] | None = None
     for index, entry in enumerate(trace):
         if isinstance(entry, Launch):
             (stream, _), _, _, _, accesses = entry
@@ -169,10 +168,8 @@ def find_races(trace: Trace) -> list[Race]:
             elif event in recordings:
                 _join(clock, recordings[event])
         elif isinstance(entry, Free):
-            block, owner, deferred, _ = entry
-            if sizes is None:
-                sizes = _sizes(trace)
-            if block not in sizes:
+            block, start, stop, owner, deferred, _ = entry
+            if start >= stop:
                 continue
             if owner is None:
                 _let_host_act(host, clocks, index)
@@ -181,12 +178,15 @@ def find_races(trace: Trace) -> list[Race]:
                 clock = clocks.get(owner, host)
                 free = (clock.get(owner, -1), owner, True, index)
             covered = _latest(recordings, deferred) if deferred else None
-            _visit(blocks, block, 0, sizes[block], free, clock, covered, conflicts)
+            _visit(blocks, block, start, stop, free, clock, covered, conflicts)
         elif isinstance(entry, Allocate):
-            if entry.after and entry.block in blocks:
-                seen = _latest(recordings, entry.after)
-                cells = blocks[entry.block][1]
-                cells[:] = [[visit for visit in cell if seen.get(visit[1], -1) < visit[0]] for cell in cells]
+            block, start, stop, _, after = entry
+            if after and start < stop and block in blocks:
+                seen = _latest(recordings, after)
+                low, high = _cut(*blocks[block], start, stop)
+                cells = blocks[block][1]
+                for at in range(low, high):
+                    cells[at] = [visit for visit in cells[at] if seen.get(visit[1], -1) < visit[0]]
         elif isinstance(entry, HostAccess):
             _let_host_act(host, clocks, index)
             for block, start, stop, write in entry.accesses:
@@ -205,19 +205,6 @@ def find_races(trace: Trace) -> list[Race]:
                 for clock in clocks.values():
                     _join(clock, host)
     return _races(trace, conflicts) if conflicts else []
-
-
-def _sizes(trace: Trace) -> dict[int, int]:
-    """The size of each block in bytes, as far as the trace knows of it."""
-    sizes: dict[int, int] = {}
-    for entry in trace:
-        if isinstance(entry, Launch | HostAccess):
-            for block, _, stop, _ in entry.accesses:
-                if stop > sizes.get(block, 0):
-                    sizes[block] = stop
-        elif isinstance(entry, Allocate) and entry.size_bytes > sizes.get(entry.block, 0):
-            sizes[entry.block] = entry.size_bytes
-    return sizes
 
 
 def _let_host_act(host: _Clock, clocks: dict[str, _Clock], time: int) -> None:
@@ -242,6 +229,19 @@ def _latest(recordings: dict[int, _Clock], events: Iterable[int]) -> _Clock:
     return joined
 
 
+def _cut(bounds: list[int], cells: list[list[_Visit]], start: int, stop: int) -> tuple[int, int]:
+    """Cuts cells so that [start, stop) is a number of whole ones; returns the first of these, and the first after."""
+    low = bisect_left(bounds, start)
+    if low == len(bounds) or bounds[low] != start:
+        bounds.insert(low, start)
+        cells.insert(low, cells[low - 1] if low else [])
+    high = bisect_left(bounds, stop, low)
+    if high == len(bounds) or bounds[high] != stop:
+        bounds.insert(high, stop)
+        cells.insert(high, cells[high - 1])
+    return low, high
+
+
 def _visit(
     blocks: dict[int, _Cells],
     block: int,
@@ -262,14 +262,7 @@ def _visit(
         blocks[block] = ([start, stop], [[newcomer], []])
         return
     bounds, cells = known
-    low = bisect_left(bounds, start)
-    if low == len(bounds) or bounds[low] != start:
-        bounds.insert(low, start)
-        cells.insert(low, cells[low - 1] if low else [])
-    high = bisect_left(bounds, stop, low)
-    if high == len(bounds) or bounds[high] != stop:
-        bounds.insert(high, stop)
-        cells.insert(high, cells[high - 1])
+    low, high = _cut(bounds, cells, start, stop)
     write = newcomer[2]
     for at in range(low, high):
         kept = []
@@ -298,10 +291,10 @@ def _visit(
 
 
 def _races(trace: Trace, conflicts: _Conflicts) -> list[Race]:
-    frees: dict[int, list[int]] = {}
+    frees: dict[int, list[tuple[int, Free]]] = {}
     for index, entry in enumerate(trace):
         if isinstance(entry, Free):
-            frees.setdefault(entry.block, []).append(index)
+            frees.setdefault(entry.block, []).append((index, entry))
     races = []
     for (second_index, first_index, block), (rank, start, stop) in sorted(conflicts.items()):
         first = cast(Launch | Free, trace[first_index])
@@ -311,10 +304,15 @@ def _races(trace: Trace, conflicts: _Conflicts) -> list[Race]:
             kind = "freed while in use"
         elif isinstance(first, Free):
             kind = "read after free" if rank == 0 else "write after free"
-        between = frees.get(block, [])
-        reused = bisect_left(between, second_index) > (position := bisect_left(between, first_index + 1))
-        freed = trace[between[position]] if reused else second
-        pinned = isinstance(freed, Free) and freed.stream is None
+        between = (
+            free
+            for index, free in frees.get(block, ())
+            if first_index < index < second_index and free.start < stop and start < free.stop
+        )
+        freed = next(between, None)
+        reused = freed is not None
+        given_back = second if freed is None else freed
+        pinned = isinstance(given_back, Free) and given_back.stream is None
         hold = first.id if isinstance(first, Launch) else _last_launch(trace, first_index, _stream_of(first))
         races.append(Race(first, second, kind, block, start, stop, reused, pinned, hold))
     return races

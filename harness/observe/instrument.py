@@ -183,12 +183,12 @@ class Instrument:
             elif kind == "wait":
                 append(Wait(name((raw[1], raw[2])), raw[3]))
             elif kind == "allocate":
-                _, block, size_bytes, device, stream, after = raw
-                append(Allocate(block, size_bytes, owner(device, stream), tuple(after)))
+                _, block, start, stop, device, stream, after = raw
+                append(Allocate(block, start, stop, owner(device, stream), tuple(after)))
             elif kind == "free":
-                _, block, device, stream, deferred, file, line = raw
+                _, block, start, stop, device, stream, deferred, file, line = raw
                 where = SourceLine(file, line) if file else None
-                append(Free(block, owner(device, stream), tuple(deferred), where))
+                append(Free(block, start, stop, owner(device, stream), tuple(deferred), where))
             elif kind == "host":
                 _, operation, node, file, line, accesses = raw
                 where = SourceLine(file, line) if file else None

@@ -4,7 +4,9 @@ One format for every backend. Streams are named as the case names them (``fill``
 stream of device 0 is ``default``, of device 1 ``default.1``; a stream that the case did not name is
 ``stream<id>`` (``stream<id>.<device>`` on another device than 0). Events are numbered by recording: every
 ``record`` makes a new number, so a wait names the recording it binds to, as in CUDA. Blocks of memory are numbered by
-first appearance in the trace, so that two runs of one program give equal traces whatever the addresses.
+first appearance in the trace, so that two runs of one program give equal traces whatever the addresses. An allocator
+that hands out whole blocks starts each at 0; of one that splits and joins what it hands out, a block is all that ever
+overlapped.
 """
 
 from __future__ import annotations
@@ -87,26 +89,29 @@ class HostAccess(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """A block handed out by a caching allocator: to the stream that owns it, or to the host.
+    """The bytes [start, stop) of a block handed out by a caching allocator, to their owning stream or to the host.
 
-    ``after`` are the recordings that the allocator saw completed before it handed the block out again
+    ``after`` are the recordings that the allocator saw completed before it handed them out again
     (those that ``record_stream`` made it wait for).
     """
 
     block: int
-    size_bytes: int
+    start: int
+    stop: int
     stream: str | None
     """None for pinned memory, which belongs to the host."""
     after: tuple[int, ...]
 
 
 class Free(NamedTuple):
-    """A block given back. ``deferred`` are the recordings that its reuse must wait for: those of ``record_stream``; of
-    pinned memory, those of the copies that the allocator knows of."""
+    """The bytes [start, stop) of a block given back. ``deferred`` are the recordings that their reuse must wait for:
+    those of ``record_stream``; of pinned memory, those of the copies that the allocator knows of."""
 
     block: int
+    start: int
+    stop: int
     stream: str | None
-    """The owning stream: the one that the block was allocated on. None for pinned memory."""
+    """The owning stream: the one that the bytes were allocated on. None for pinned memory."""
     deferred: tuple[int, ...]
     line: SourceLine | None
 

@@ -82,12 +82,12 @@ def build_trace(draw: Callable[[int, int], int]) -> Trace:
     def some_events() -> tuple[int, ...]:
         return tuple(sorted({draw(1, events + 1) for _ in range(draw(0, 2))}))
 
+    def some_bytes() -> tuple[int, int]:
+        start = draw(0, BLOCK_BYTES)
+        return start, draw(start, BLOCK_BYTES)
+
     def some_accesses() -> tuple[Access, ...]:
-        accesses = []
-        for _ in range(draw(1, 2)):
-            start = draw(0, BLOCK_BYTES)
-            accesses.append(Access(draw(0, 1), start, draw(start, BLOCK_BYTES), bool(draw(0, 1))))
-        return tuple(accesses)
+        return tuple(Access(draw(0, 1), *some_bytes(), bool(draw(0, 1))) for _ in range(draw(1, 2)))
 
     for _ in range(draw(2, 24)):
         kind = draw(0, 21)
@@ -109,11 +109,11 @@ def build_trace(draw: Callable[[int, int], int]) -> Trace:
             else:
                 trace.append(HostSync(None, draw(1, events + 1)))
         elif kind < 18:
-            trace.append(Free(draw(0, 1), owner(), some_events(), None))
+            trace.append(Free(draw(0, 1), *some_bytes(), owner(), some_events(), None))
         elif kind < 20:
             trace.append(HostAccess("op", None, None, some_accesses()))
         else:
-            trace.append(Allocate(draw(0, 1), BLOCK_BYTES, owner(), some_events()))
+            trace.append(Allocate(draw(0, 1), *some_bytes(), owner(), some_events()))
     return trace
 
 
@@ -188,8 +188,8 @@ class Definition:
             return last is None or self.reaches[last][to]
         return self.reaches[first][to]
 
-    def ordered(self, first: int, second: int, block: int) -> bool:
-        """Whether two accesses of a block are ordered, by a chain, by a deferral or by the allocator."""
+    def ordered(self, first: int, second: int, block: int, byte: int) -> bool:
+        """Whether two accesses of a byte are ordered, by a chain, by a deferral or by the allocator."""
         if self.chained(first, second):
             return True
         entry = self.trace[second]
@@ -198,7 +198,7 @@ class Definition:
             covering = [(event, second) for event in entry.deferred]
         for index in range(first + 1, second):
             between = self.trace[index]
-            if isinstance(between, Allocate) and between.block == block:
+            if isinstance(between, Allocate) and between.block == block and between.start <= byte < between.stop:
                 covering += [(event, index) for event in between.after]
         return any(
             event in self.recorded_at
@@ -207,19 +207,11 @@ class Definition:
             for event, before in covering
         )
 
-    def size(self, block: int) -> int:
-        """How many bytes of a block the trace knows of."""
-        sizes = [entry.size_bytes for entry in self.trace if isinstance(entry, Allocate) and entry.block == block]
-        accesses = [
-            access for entry in self.trace if isinstance(entry, Launch | HostAccess) for access in entry.accesses
-        ]
-        return max([0, *sizes, *(access.stop for access in accesses if access.block == block)])
-
     def touched(self, index: int, block: int, byte: int) -> tuple[bool, bool]:
         """Whether an entry reads and whether it writes a byte."""
         entry = self.trace[index]
         if isinstance(entry, Free):
-            return False, entry.block == block
+            return False, entry.block == block and entry.start <= byte < entry.stop
         if not isinstance(entry, Launch | HostAccess):
             return False, False
         here = [access for access in entry.accesses if access.block == block and access.start <= byte < access.stop]
@@ -242,11 +234,11 @@ class Definition:
             for second in range(len(self.trace)):
                 for first in range(second):
                     ranks: dict[int, int] = {}
-                    for byte in range(self.size(block)):
+                    for byte in range(BLOCK_BYTES):
                         first_reads, first_writes = self.touched(first, block, byte)
                         second_reads, second_writes = self.touched(second, block, byte)
                         conflict = (first_writes and second_reads) or (second_writes and (first_reads or first_writes))
-                        if not conflict or self.ordered(first, second, block):
+                        if not conflict or self.ordered(first, second, block, byte):
                             continue
                         if superseded or not self.is_superseded(first, second, block, byte):
                             ranks[byte] = 2 if not first_writes else 0 if second_reads else 1
@@ -329,12 +321,20 @@ PLANTED_BUGS = {
     "a later read hides no read": ("if wrote and not write:", "if not write:"),
     "nothing is ever left out": ("if wrote and not write:", "if True:"),
     "cells merge with what differs": ("at == low or cells[at] != cells[at - 1]", "at == low"),
-    "frees are ignored": ("_visit(blocks, block, 0, sizes[block], free, clock, covered, conflicts)", "pass"),
+    "frees are ignored": ("_visit(blocks, block, start, stop, free, clock, covered, conflicts)", "pass"),
     "nothing of the owner is pending at a free": ("free = (clock.get(owner, -1),", "free = (-1,"),
     "a free is work of the owner": ("free = (clock.get(owner, -1),", "free = (index,"),
     "record_stream is ignored": (DEFERRED, "covered = None"),
     "record_stream makes the owner wait": (DEFERRED, f"_join(clock, _latest(recordings, deferred)); {DEFERRED}"),
-    "the allocator orders nothing": ("if entry.after and", "if False and"),
+    "a free takes the whole block": (
+        "_visit(blocks, block, start, stop, free, clock, covered",
+        "_visit(blocks, block, 0, 6, free, clock, covered",
+    ),
+    "the allocator orders nothing": ("if after and", "if False and"),
+    "the allocator orders the whole block": (
+        "range(low, high):\n                    cells",
+        "range(len(cells)):\n                    cells",
+    ),
     "the allocator forgets everything": ("seen.get(visit[1], -1) < visit[0]", "False"),
     "the host is ordered after everything": (
         "(index, _HOST, write, index), host, None,",
@@ -433,12 +433,12 @@ def test_wait_binds_to_its_recording_and_not_to_later_work() -> None:
     assert [(race.first, race.second) for race in find_races(trace)] == [(trace[2], trace[5])]
 
 
-MAKE_AND_USE: Trace = [Allocate(0, 4, "a", ()), write("a:0"), Record("a", 1), Wait("b", 1), read("b:0")]
-REUSE: Trace = [Allocate(0, 4, "a", ()), write("a:1")]
+MAKE_AND_USE: Trace = [Allocate(0, 0, 4, "a", ()), write("a:0"), Record("a", 1), Wait("b", 1), read("b:0")]
+REUSE: Trace = [Allocate(0, 0, 4, "a", ()), write("a:1")]
 
 
 def test_missing_record_stream_is_named() -> None:
-    races = find_races([*MAKE_AND_USE, Free(0, "a", (), SourceLine("case.py", 9)), *REUSE])
+    races = find_races([*MAKE_AND_USE, Free(0, 0, 4, "a", (), SourceLine("case.py", 9)), *REUSE])
     assert [race.kind for race in races] == ["freed while in use", "write after read"]
     freed, reused = races
     assert (freed.reused, reused.reused) == (False, True)
@@ -454,31 +454,48 @@ def test_missing_record_stream_is_named() -> None:
 
 
 def test_record_stream_orders_the_reuse_only_if_the_allocator_waited() -> None:
-    deferred: Trace = [*MAKE_AND_USE, Record("b", 2), Free(0, "a", (2,), None)]
-    assert find_races([*deferred, Allocate(0, 4, "a", (2,)), write("a:1")]) == []
+    deferred: Trace = [*MAKE_AND_USE, Record("b", 2), Free(0, 0, 4, "a", (2,), None)]
+    assert find_races([*deferred, Allocate(0, 0, 4, "a", (2,)), write("a:1")]) == []
     assert [race.kind for race in find_races([*deferred, *REUSE])] == ["write after read"]
 
 
 def test_owner_that_waits_may_free() -> None:
-    trace: Trace = [*MAKE_AND_USE, Record("b", 2), Wait("a", 2), Free(0, "a", (), None), *REUSE]
+    trace: Trace = [*MAKE_AND_USE, Record("b", 2), Wait("a", 2), Free(0, 0, 4, "a", (), None), *REUSE]
     assert find_races(trace) == []
 
 
 def test_reuse_orders_no_other_memory() -> None:
     """That the allocator saw a recording complete is luck; another block must not rely on it."""
     used_too = launch("b:0", (0, 0, 4, False), (1, 0, 4, True))
-    trace = [*MAKE_AND_USE[:-1], used_too, Record("b", 2), Free(0, "a", (2,), None), Allocate(0, 4, "a", (2,))]
+    trace = [*MAKE_AND_USE[:-1], used_too, Record("b", 2), Free(0, 0, 4, "a", (2,), None), Allocate(0, 0, 4, "a", (2,))]
     assert [(race.kind, race.block) for race in find_races([*trace, write("a:1"), read("a:2", block=1)])] == [
         ("read after write", 1)
     ]
 
 
+def test_what_is_freed_and_handed_out_may_be_part_of_a_block() -> None:
+    used: Trace = [Allocate(0, 0, 8, "a", ()), launch("a:0", (0, 0, 8, True)), Record("a", 1), Wait("b", 1)]
+    used += [launch("b:0", (0, 4, 8, False))]
+    assert find_races([*used, Free(0, 0, 4, "a", (), None)]) == []
+    (race,) = find_races([*used, Free(0, 2, 6, "a", (), None), write("a:1", 0, 4)])
+    assert (race.kind, race.start, race.stop) == ("freed while in use", 4, 6)
+    deferred: Trace = [*used, Record("b", 2), Free(0, 0, 8, "a", (2,), None)]
+    (race,) = find_races([*deferred, Allocate(0, 0, 6, "a", (2,)), write("a:1", 0, 8)])
+    assert (race.kind, race.start, race.stop, race.reused) == ("write after read", 6, 8, True)
+
+
+def test_memory_counts_as_reused_only_if_bytes_in_conflict_were_freed() -> None:
+    used, overwritten = read("b:0", 0, 4), write("a:0", 0, 4)
+    assert [race.reused for race in find_races([used, Free(0, 4, 8, "a", (), None), overwritten])] == [False]
+    assert [race.reused for race in find_races([used, Free(0, 3, 8, "a", (), None), overwritten])] == [False, True]
+
+
 def test_use_on_another_stream_must_wait_for_what_the_owner_did_before() -> None:
     trace: Trace = [
-        Allocate(0, 4, "a", ()),
+        Allocate(0, 0, 4, "a", ()),
         write("a:0"),
-        Free(0, "a", (), None),
-        Allocate(0, 4, "a", ()),
+        Free(0, 0, 4, "a", (), None),
+        Allocate(0, 0, 4, "a", ()),
         write("b:0"),
     ]
     (race,) = find_races(trace)
@@ -519,11 +536,11 @@ def test_host_accesses_of_other_bytes_do_not_conflict() -> None:
 
 
 def test_pinned_memory_may_be_freed_while_a_copy_that_the_allocator_knows_of_uses_it() -> None:
-    used: Trace = [Allocate(0, 4, None, ()), host_write(), read("a:0")]
-    deferred: Trace = [*used, Record("a", 1), Free(0, None, (1,), None)]
-    assert find_races([*deferred, Allocate(0, 4, None, (1,)), host_write()]) == []
+    used: Trace = [Allocate(0, 0, 4, None, ()), host_write(), read("a:0")]
+    deferred: Trace = [*used, Record("a", 1), Free(0, 0, 4, None, (1,), None)]
+    assert find_races([*deferred, Allocate(0, 0, 4, None, (1,)), host_write()]) == []
     freed, reused = find_races(
-        [*used, Free(0, None, (), SourceLine("case.py", 9)), Allocate(0, 4, None, ()), host_write()]
+        [*used, Free(0, 0, 4, None, (), SourceLine("case.py", 9)), Allocate(0, 0, 4, None, ()), host_write()]
     )
     assert (freed.kind, reused.kind) == ("freed while in use", "write after read")
     assert (freed.hold, reused.hold) == (LaunchId("a", 0), LaunchId("a", 0))
@@ -572,7 +589,7 @@ def typical_trace() -> Trace:
             event = len(trace)
             accesses = ((step, 0, 64, False), (step + 1, 0, 64, False), (step + 2, 0, 64, True))
             trace += [launch(f"{mine}:{step}", *accesses), Record(mine, event), Wait(other, event)]
-    return [*trace, *(Free(block, "a", (), None) for block in range(4)), HostSync("a", None)]
+    return [*trace, *(Free(block, 0, 64, "a", (), None) for block in range(4)), HostSync("a", None)]
 
 
 def seconds(run: Callable[[], object], repeat: int) -> float:

@@ -159,7 +159,7 @@ DISCOVERY = Discovery(
         FILL: launch(FILL, "aten::fill_", None, WRITE, line=11),
         MUL: launch(MUL, "aten::mul", "MulBackward0", READ, line=13),
     },
-    [Free(0, "fill", (), SourceLine("nowhere.py", 19))],
+    [Free(0, 0, 1024, "fill", (), SourceLine("nowhere.py", 19))],
     [HostAccess("aten::sum", None, SourceLine("nowhere.py", 21), (READ,))],
     frozenset(),
 )
@@ -199,14 +199,14 @@ def test_a_repetition_is_described_by_both_oracles():
 
 
 def test_a_free_without_order_names_its_owner():
-    trace: Trace = [launch(MUL, "aten::mul", None, READ), Free(0, "fill", (), None)]
+    trace: Trace = [launch(MUL, "aten::mul", None, READ), Free(0, 0, 1024, "fill", (), None)]
     lines = described(repetition(judge(trace, [], []), trace=trace))
     assert lines[0] == "race: an unordered access"
     assert "    second free of the block, owned by fill, nowhere.py:19" in lines
 
 
 def test_a_free_of_pinned_memory_names_no_owner():
-    trace: Trace = [launch(MUL, "aten::copy_", None, READ), Free(0, None, (), None)]
+    trace: Trace = [launch(MUL, "aten::copy_", None, READ), Free(0, 0, 1024, None, (), None)]
     lines = described(repetition(judge(trace, [], []), trace=trace))
     assert "    second free of the block, which is pinned memory" in lines
 

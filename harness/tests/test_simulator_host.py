@@ -165,10 +165,10 @@ def test_pinned_memory_in_the_trace(native: ModuleType) -> None:
     allocated, reused = result.of_kind("allocate")
     (record,) = result.of_kind("record")
     (freed,) = result.of_kind("free")
-    assert allocated == ("allocate", 0, 4096, -1, -1, ())
+    assert allocated == ("allocate", 0, 0, 4096, -1, -1, ())
     assert record == ("record", 0, stream.stream_id, 1)
-    assert freed[:5] == ("free", 0, -1, -1, (1,))
-    assert reused == ("allocate", 0, 4096, -1, -1, (1,))
+    assert freed[:7] == ("free", 0, 0, 4096, -1, -1, (1,))
+    assert reused == ("allocate", 0, 0, 4096, -1, -1, (1,))
     assert [entry[0] for entry in result.entries] == ["allocate", "launch", "record", "free", "allocate"]
     del again
 
@@ -178,9 +178,9 @@ def test_pinned_memory_in_the_common_format(native: ModuleType) -> None:
     instrument.begin(Plan())
     torch.empty(1000, pin_memory=True).fill_(1.0)
     assert instrument.finish().trace == [
-        Allocate(0, 4096, None, ()),
+        Allocate(0, 0, 4096, None, ()),
         HostAccess("aten::fill_.Scalar", None, None, (Access(0, 0, 4000, True),)),
-        Free(0, None, (), None),
+        Free(0, 0, 4096, None, (), None),
     ]
 
 
@@ -212,7 +212,7 @@ def test_a_copy_that_the_allocator_does_not_know_of(native: ModuleType) -> None:
         assert again.data_ptr() == address
         again.fill_(5.0)
     assert value.tolist() == [5.0] * SIZE
-    assert [entry[4] for entry in result.of_kind("free")] == [()]
+    assert [entry[6] for entry in result.of_kind("free")] == [()]
 
 
 def test_pinned_memory_freed_in_one_repetition_is_poisoned_for_the_next(native: ModuleType) -> None:

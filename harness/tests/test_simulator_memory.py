@@ -62,10 +62,10 @@ def test_reuse_before_another_stream_has_finished_reading_is_seen(native: Module
         (free,) = result.of_kind("free")
         event = result.of_kind("record")[-1]
         if recorded:
-            assert free[4] == (event[3],) and event[2] == reader.stream_id
+            assert free[6] == (event[3],) and event[2] == reader.stream_id
             assert allocations[1][1] != allocations[0][1]
         else:
-            assert free[4] == ()
+            assert free[6] == ()
             assert allocations[1][1] == allocations[0][1]
         del other
     assert results == {False: 2.0, True: 1.0}
@@ -84,8 +84,8 @@ def test_a_deferred_block_comes_back_when_its_recordings_are_complete(native: Mo
     first, second = result.of_kind("allocate")
     free = result.of_kind("free")[0]
     (record,) = result.of_kind("record")
-    assert free[4] == second[5] == (record[3],)
-    assert first[1] == second[1] and first[5] == ()
+    assert free[6] == second[6] == (record[3],)
+    assert first[1] == second[1] and first[6] == ()
 
 
 def test_the_engine_s_record_stream_reaches_the_allocator(native: ModuleType) -> None:
@@ -99,7 +99,7 @@ def test_the_engine_s_record_stream_reaches_the_allocator(native: ModuleType) ->
             second = leaf * 5
         total = first.sum() + second.sum()
         total.backward()
-    assert any(entry[4] for entry in result.of_kind("free"))
+    assert any(entry[6] for entry in result.of_kind("free"))
 
 
 def test_memory_freed_in_one_repetition_is_poisoned_for_the_next(native: ModuleType) -> None:

@@ -238,8 +238,8 @@ def test_lines_of_launches_and_frees(native: ModuleType) -> None:
     assert nodes["PowBackward0"] == squared
     assert nodes["MulBackward0"] == multiplied
     assert {entry[2] for entry in lines} == {__file__}
-    assert result.of_kind("free")[-1][5:] == (__file__, freed)
-    assert backward in {entry[6] for entry in result.of_kind("free")}
+    assert result.of_kind("free")[-1][7:] == (__file__, freed)
+    assert backward in {entry[8] for entry in result.of_kind("free")}
 
 
 def test_lines_of_a_python_function_s_backward_are_its_own(native: ModuleType) -> None:
@@ -266,14 +266,14 @@ def test_without_lines_none_are_recorded(native: ModuleType) -> None:
         value = filled(4, 1.0)
         del value
     assert {entry[6:8] for entry in result.of_kind("launch")} == {(None, 0)}
-    assert {entry[5:7] for entry in result.of_kind("free")} == {(None, 0)}
+    assert {entry[7:9] for entry in result.of_kind("free")} == {(None, 0)}
 
 
 def test_equal_bodies_give_equal_traces(native: ModuleType) -> None:
     def run() -> list[tuple[Any, ...]]:
         _, result = _seed_body(native)
         names: dict[int, int] = {}
-        place = {"launch": 2, "record": 2, "wait": 2, "allocate": 4, "free": 3}  # of the stream
+        place = {"launch": 2, "record": 2, "wait": 2, "allocate": 5, "free": 5}  # of the stream
         return [
             tuple(
                 names.setdefault(item, len(names)) if position == place[entry[0]] else item

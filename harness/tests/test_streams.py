@@ -137,9 +137,9 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
         ("wait", 1, 5, 1),
         ("sync_stream", 0, 5),
         ("sync_event", 1),
-        ("allocate", 2, 512, 0, 5, (1,)),
-        ("free", 2, 0, 5, (1,), "case.py", 9),
-        ("free", 0, 0, 5, (), None, 0),
+        ("allocate", 2, 0, 512, 0, 5, (1,)),
+        ("free", 2, 128, 512, 0, 5, (1,), "case.py", 9),
+        ("free", 0, 0, 16, 0, 5, (), None, 0),
     ]
     recording = instrument.finish()
     fill = Launch(
@@ -157,9 +157,9 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
         Wait("far", 1),
         HostSync("fill", None),
         HostSync(None, 1),
-        Allocate(2, 512, "fill", (1,)),
-        Free(2, "fill", (1,), SourceLine("case.py", 9)),
-        Free(0, "fill", (), None),
+        Allocate(2, 0, 512, "fill", (1,)),
+        Free(2, 128, 512, "fill", (1,), SourceLine("case.py", 9)),
+        Free(0, 0, 16, "fill", (), None),
     ]
     assert [type(entry) for entry in recording.trace] == [
         Launch,

@@ -96,15 +96,15 @@ py::tuple to_python(const Trace& trace, const TraceEntry& entry) {
       return py::make_tuple("sync_device", device);
     case TraceEntry::kAllocate:
       return py::make_tuple(
-          "allocate", entry.number, entry.size_bytes, device, entry.stream, events_of(trace, entry));
+          "allocate", entry.number, 0, entry.size_bytes, device, entry.stream, events_of(trace, entry));
     case TraceEntry::kHost:
       return py::make_tuple(
           "host", to_python(entry.operation), to_python(entry.caller.node), to_python(entry.caller.file), entry.caller.line,
           accesses_of(trace, entry));
     case TraceEntry::kFree:
       return py::make_tuple(
-          "free", entry.number, device, entry.stream, events_of(trace, entry), to_python(entry.caller.file),
-          entry.caller.line);
+          "free", entry.number, 0, entry.size_bytes, device, entry.stream, events_of(trace, entry),
+          to_python(entry.caller.file), entry.caller.line);
   }
   throw std::logic_error("A trace entry of an unknown kind.");
 }

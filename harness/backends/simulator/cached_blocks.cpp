@@ -49,6 +49,7 @@ std::vector<RecordingPointer> record_free(
   block.users.clear();
   if (scheduler.traces()) {
     auto entry = entry_of(TraceEntry::kFree, device, stream);
+    entry.size_bytes = block.size_bytes;
     entry.caller = caller;
     scheduler.trace.add_memory(entry, block, events);
   }

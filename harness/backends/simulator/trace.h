@@ -40,7 +40,7 @@ struct TraceEntry {
   c10::DeviceIndex device = 0; // -1 for the memory of the host
   int64_t stream = 0;
   int64_t number = 0; // launch index, event, or block
-  int64_t size_bytes = 0; // of an allocation
+  int64_t size_bytes = 0; // of the block that is allocated or freed
   const std::string* operation = nullptr;
   Caller caller = {};
   uint32_t first = 0; // accesses of a launch or of the host, events of an allocation or a free: [first, first + count)
