@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
-from harness.observe.trace import Allocate, Free, HostAccess, Launch, Record, Trace, Wait
+from harness.observe.trace import Allocate, Free, HostAccess, Launch, Record, RecordStream, Trace, Wait
 from harness.perturb.plan import LaunchId
 
 RaceKind: TypeAlias = Literal[
@@ -192,6 +192,8 @@ def find_races(trace: Trace) -> list[Race]:
             for block, start, stop, write in entry.accesses:
                 if start < stop:
                     _visit(blocks, block, start, stop, (index, _HOST, write, index), host, None, conflicts)
+        elif isinstance(entry, RecordStream):
+            pass  # What it orders is in the deferred recordings of the free.
         elif entry.stream is None and entry.event is None:
             # Nothing before this can race with anything after it.
             host.clear()

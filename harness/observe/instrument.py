@@ -27,6 +27,7 @@ from harness.observe.trace import (
     HostSync,
     Launch,
     Record,
+    RecordStream,
     SourceLine,
     Trace,
     Wait,
@@ -189,6 +190,9 @@ class Instrument:
                 _, block, start, stop, device, stream, deferred, file, line = raw
                 where = SourceLine(file, line) if file else None
                 append(Free(block, start, stop, owner(device, stream), tuple(deferred), where))
+            elif kind == "record_stream":
+                _, block, start, stop, device, stream = raw
+                append(RecordStream(block, start, stop, name((device, stream))))
             elif kind == "host":
                 _, operation, node, file, line, accesses = raw
                 where = SourceLine(file, line) if file else None

@@ -116,5 +116,18 @@ class Free(NamedTuple):
     line: SourceLine | None
 
 
-Entry: TypeAlias = Launch | Record | Wait | HostSync | HostAccess | Allocate | Free
+class RecordStream(NamedTuple):
+    """``record_stream`` of the bytes [start, stop) of a block of device memory on a stream, by the engine or the user.
+
+    It counts until the next free of these bytes and orders nothing by itself: the recordings that it led to are among
+    that free's ``deferred``. On the stream that owns the bytes it has no effect.
+    """
+
+    block: int
+    start: int
+    stop: int
+    stream: str
+
+
+Entry: TypeAlias = Launch | Record | Wait | HostSync | HostAccess | Allocate | Free | RecordStream
 Trace: TypeAlias = list[Entry]

@@ -22,6 +22,7 @@ from harness.observe.trace import (
     HostSync,
     Launch,
     Record,
+    RecordStream,
     SourceLine,
     Trace,
     Wait,
@@ -90,7 +91,7 @@ def build_trace(draw: Callable[[int, int], int]) -> Trace:
         return tuple(Access(draw(0, 1), *some_bytes(), bool(draw(0, 1))) for _ in range(draw(1, 2)))
 
     for _ in range(draw(2, 24)):
-        kind = draw(0, 21)
+        kind = draw(0, 22)
         if kind < 9:
             name = stream()
             trace.append(Launch(LaunchId(name, launches[name]), "op", None, None, some_accesses()))
@@ -112,6 +113,8 @@ def build_trace(draw: Callable[[int, int], int]) -> Trace:
             trace.append(Free(draw(0, 1), *some_bytes(), owner(), some_events(), None))
         elif kind < 20:
             trace.append(HostAccess("op", None, None, some_accesses()))
+        elif kind < 21:
+            trace.append(RecordStream(draw(0, 1), *some_bytes(), stream()))
         else:
             trace.append(Allocate(draw(0, 1), *some_bytes(), owner(), some_events()))
     return trace
@@ -152,7 +155,7 @@ class Definition:
         host_actions: list[int] = []
         for index, entry in enumerate(self.trace):
             self.last_work.append(dict(work))
-            if isinstance(entry, Allocate):
+            if isinstance(entry, Allocate | RecordStream):
                 continue
             edges |= {(action, index) for action in host_actions}
             if isinstance(entry, HostAccess) or (isinstance(entry, Free) and entry.stream is None):

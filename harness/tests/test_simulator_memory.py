@@ -76,6 +76,8 @@ def test_a_deferred_block_comes_back_when_its_recordings_are_complete(native: Mo
     with repetition(native) as result:
         with owner:
             value = torch.empty(100, device="sim")
+        with preparing(native):
+            value.record_stream(reader)  # counts, but is not traced
         value.record_stream(reader)
         value.record_stream(owner)  # its own stream needs no recording
         del value
@@ -86,6 +88,11 @@ def test_a_deferred_block_comes_back_when_its_recordings_are_complete(native: Mo
     (record,) = result.of_kind("record")
     assert free[6] == second[6] == (record[3],)
     assert first[1] == second[1] and first[6] == ()
+    block = first[1]
+    assert result.of_kind("record_stream") == [
+        ("record_stream", block, 0, 512, 0, reader.stream_id),
+        ("record_stream", block, 0, 512, 0, owner.stream_id),
+    ]
 
 
 def test_the_engine_s_record_stream_reaches_the_allocator(native: ModuleType) -> None:
@@ -99,7 +106,10 @@ def test_the_engine_s_record_stream_reaches_the_allocator(native: ModuleType) ->
             second = leaf * 5
         total = first.sum() + second.sum()
         total.backward()
-    assert any(entry[6] for entry in result.of_kind("free"))
+    (free,) = [entry for entry in result.of_kind("free") if entry[6]]
+    recorded = {entry[3]: entry[1:3] for entry in result.of_kind("record")}
+    recorded_streams = {entry[4:] for entry in result.of_kind("record_stream") if entry[1] == free[1]}
+    assert {recorded[event] for event in free[6]} == recorded_streams - {free[4:6]} != set()
 
 
 def test_memory_freed_in_one_repetition_is_poisoned_for_the_next(native: ModuleType) -> None:

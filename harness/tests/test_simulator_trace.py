@@ -273,7 +273,7 @@ def test_equal_bodies_give_equal_traces(native: ModuleType) -> None:
     def run() -> list[tuple[Any, ...]]:
         _, result = _seed_body(native)
         names: dict[int, int] = {}
-        place = {"launch": 2, "record": 2, "wait": 2, "allocate": 5, "free": 5}  # of the stream
+        place = {"launch": 2, "record": 2, "wait": 2, "allocate": 5, "free": 5, "record_stream": 5}  # of the stream
         return [
             tuple(
                 names.setdefault(item, len(names)) if position == place[entry[0]] else item

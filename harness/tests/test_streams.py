@@ -12,7 +12,7 @@ import torch
 from harness.observe.holds import HoldOutcome, HoldState
 from harness.observe.instrument import Instrument, ignored_prefixes
 from harness.observe.streams import StreamNames
-from harness.observe.trace import Access, Allocate, Free, HostSync, Launch, Record, SourceLine, Wait
+from harness.observe.trace import Access, Allocate, Free, HostSync, Launch, Record, RecordStream, SourceLine, Wait
 from harness.perturb.plan import LaunchId, Plan
 
 
@@ -138,6 +138,7 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
         ("sync_stream", 0, 5),
         ("sync_event", 1),
         ("allocate", 2, 0, 512, 0, 5, (1,)),
+        ("record_stream", 2, 0, 512, 1, 5),
         ("free", 2, 128, 512, 0, 5, (1,), "case.py", 9),
         ("free", 0, 0, 16, 0, 5, (), None, 0),
     ]
@@ -158,6 +159,7 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
         HostSync("fill", None),
         HostSync(None, 1),
         Allocate(2, 0, 512, "fill", (1,)),
+        RecordStream(2, 0, 512, "far"),
         Free(2, 128, 512, "fill", (1,), SourceLine("case.py", 9)),
         Free(0, 0, 16, "fill", (), None),
     ]
@@ -169,6 +171,7 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
         HostSync,
         HostSync,
         Allocate,
+        RecordStream,
         Free,
         Free,
     ]

@@ -83,6 +83,7 @@ Block* Allocator::block_of(const c10::DataPtr& pointer) {
 
 void Allocator::record_stream(Block& block, Stream& stream) {
   Lock lock(Scheduler::get().mutex);
+  trace_record_stream(block, stream);
   if (&stream != block.owner) {
     block.add_user(stream);
   }

@@ -105,6 +105,8 @@ py::tuple to_python(const Trace& trace, const TraceEntry& entry) {
       return py::make_tuple(
           "free", entry.number, 0, entry.size_bytes, device, entry.stream, events_of(trace, entry),
           to_python(entry.caller.file), entry.caller.line);
+    case TraceEntry::kRecordStream:
+      return py::make_tuple("record_stream", entry.number, 0, entry.size_bytes, device, entry.stream);
   }
   throw std::logic_error("A trace entry of an unknown kind.");
 }

@@ -35,6 +35,15 @@ void trace_allocation(CachedBlock& block, c10::DeviceIndex device, int64_t strea
   block.completed.clear();
 }
 
+void trace_record_stream(CachedBlock& block, const Stream& stream) {
+  auto& scheduler = Scheduler::get();
+  if (scheduler.traces()) {
+    auto entry = entry_of(TraceEntry::kRecordStream, stream.device, stream.id);
+    entry.size_bytes = block.size_bytes;
+    scheduler.trace.add_memory(entry, block, {});
+  }
+}
+
 std::vector<RecordingPointer> record_free(
     CachedBlock& block, c10::DeviceIndex device, int64_t stream, const Caller& caller) {
   auto& scheduler = Scheduler::get();

@@ -26,6 +26,9 @@ struct CachedBlock : MemoryBlock {
 // The block has been handed out. The device and the stream are those of its owner, -1 for the memory of the host.
 void trace_allocation(CachedBlock& block, c10::DeviceIndex device, int64_t stream);
 
+// `record_stream` was called for the block on a stream, be it the owner's.
+void trace_record_stream(CachedBlock& block, const Stream& stream);
+
 // The block has been given back: makes the recordings that its reuse must wait for, one on each user, and forgets the users.
 std::vector<RecordingPointer> record_free(
     CachedBlock& block, c10::DeviceIndex device, int64_t stream, const Caller& caller);

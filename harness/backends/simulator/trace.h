@@ -35,12 +35,12 @@ struct TracedAccess {
 };
 
 struct TraceEntry {
-  enum Kind : uint8_t { kLaunch, kRecord, kWait, kSyncStream, kSyncEvent, kSyncDevice, kAllocate, kFree, kHost };
+  enum Kind : uint8_t { kLaunch, kRecord, kWait, kSyncStream, kSyncEvent, kSyncDevice, kAllocate, kFree, kRecordStream, kHost };
   Kind kind;
   c10::DeviceIndex device = 0; // -1 for the memory of the host
   int64_t stream = 0;
   int64_t number = 0; // launch index, event, or block
-  int64_t size_bytes = 0; // of the block that is allocated or freed
+  int64_t size_bytes = 0; // of the block that is allocated, freed or recorded on a stream
   const std::string* operation = nullptr;
   Caller caller = {};
   uint32_t first = 0; // accesses of a launch or of the host, events of an allocation or a free: [first, first + count)
