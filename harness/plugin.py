@@ -500,14 +500,19 @@ class Recorder:
     def __init__(self, run: Run) -> None:
         self._run = run
 
+    @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a case's counts, and the exit code that its failure asks for."""
+        """Take a case's counts, and the exit code that its failure asks for.
+
+        The counts are taken off the report, after xdist has sent it: pytest's own terminal reporter keeps every report,
+        in the workers as well.
+        """
         from harness.campaign.result import CaseResult
         from harness.report.outcome import outcome_of
 
+        data = report.__dict__.pop("sidestream", None)
         if not self._run.prints_summary:
             return
-        data = getattr(report, "sidestream", None)
         code = getattr(report, "sidestream_exit_code", None)
         if data is not None:
             self._run.reported.add(report.nodeid)

@@ -18,6 +18,7 @@ from harness.campaign.store import RepetitionRecord
 from harness.distribution import WorkerInput, slice_items, split
 from harness.judge.verdict import Verdict
 from harness.perturb.plan import LaunchId, Plan
+from harness.plugin import Recorder, Run
 
 CASE = "test_x.py::test_x"
 PLANS = ["baseline", "hold=fill:0", "hold=ambient:0", "hold=fill:0,ambient:0"]
@@ -404,3 +405,13 @@ def test_a_case_that_was_not_set_up_everywhere_was_not_called():
     skipped = [report(1, "setup", "skipped"), report(1, "teardown")]
     merged = taken(controller(), *all_phases(0, Verdict.PASS), *skipped)
     assert [(each.when, each.outcome) for each in merged] == [("setup", "skipped"), ("teardown", "passed")]
+
+
+@pytest.mark.parametrize("worker", ["main", "controller", "gw0"])
+def test_no_process_keeps_the_counts_with_the_report_that_pytest_keeps(worker, tmp_path):
+    report = pytest.TestReport(CASE, ("test_x.py", 0, "test_x"), {}, "passed", None, "call")
+    report.sidestream = control("rpp").to_json()
+    run = Run(Options(), tmp_path, worker)
+    Recorder(run).pytest_runtest_logreport(report)
+    assert not hasattr(report, "sidestream")
+    assert list(run.results) == ([] if worker == "gw0" else [CASE]), "a worker sends it away and forgets it"
