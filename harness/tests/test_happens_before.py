@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ from harness.tests.happens_before_definition import (
     write,
 )
 from harness.tests.mutation import planted
+from harness.tests.processor_time import seconds
 
 # The comparison.
 
@@ -368,16 +368,6 @@ def typical_trace() -> Trace:
             accesses = ((step, 0, 64, False), (step + 1, 0, 64, False), (step + 2, 0, 64, True))
             trace += [launch(f"{mine}:{step}", *accesses), Record(mine, event), Wait(other, event)]
     return [*trace, *(Free(block, 0, 64, "a", (), None) for block in range(4)), HostSync("a", None)]
-
-
-def seconds(run: Callable[[], object], repeat: int) -> float:
-    """The shortest CPU time of several runs, so that a busy machine does not count."""
-    best = float("inf")
-    for _ in range(repeat):
-        begin = time.thread_time()
-        run()
-        best = min(best, time.thread_time() - begin)
-    return best
 
 
 def test_cost_of_a_typical_trace() -> None:
