@@ -410,7 +410,7 @@ def test_a_case_that_was_not_set_up_everywhere_was_not_called():
 @pytest.mark.parametrize("worker", ["main", "controller", "gw0"])
 def test_no_process_keeps_the_counts_with_the_report_that_pytest_keeps(worker, tmp_path):
     report = pytest.TestReport(CASE, ("test_x.py", 0, "test_x"), {}, "passed", None, "call")
-    report.sidestream = control("rpp").to_json()
+    vars(report)["sidestream"] = control("rpp").to_json()
     run = Run(Options(), tmp_path, worker)
     Recorder(run).pytest_runtest_logreport(report)
     assert not hasattr(report, "sidestream")
