@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from harness.backends import extension
+from harness.backends import accesses, extension
 from harness.perturb.schedule import Schedule
 
 EXTENSION_NAME = "sidestream_simulator"
 TITLE = "simulated accelerator"
-SOURCES: list[Path] = sorted(Path(__file__).parent.glob("*.cpp"))
+SOURCES: list[Path] = [*sorted(Path(__file__).parent.glob("*.cpp")), *accesses.SOURCES]
 
 Announce = Callable[[str], None]
 

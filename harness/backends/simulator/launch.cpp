@@ -1,12 +1,14 @@
 #include "launch.h"
 
 #include "allocator.h"
+#include "byte_ranges.h"
 #include "device_hooks.h"
 #include "output_metadata.h"
 #include "python_frames.h"
 #include "sparse.h"
 #include "streams.h"
 #include "tensor_memory.h"
+#include "written_arguments.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -27,9 +29,8 @@ namespace {
 // What an operator's schema says, looked up once an operator.
 struct OperatorTraits : std::enable_shared_from_this<OperatorTraits> {
   const std::string* name;
-  std::vector<bool> written; // one an argument
-  std::vector<int> hidden_writes; // arguments that are written though the schema does not say so
-  int training = -1; // the argument that switches the hidden writes on
+  std::vector<bool> written; // one an argument, by the schema
+  WrittenArguments written_by_call;
   int generator = -1;
   std::vector<int> returned; // for each return, the written argument that it is, or -1
   bool is_view = false; // returns views, writes nothing
@@ -56,15 +57,8 @@ OperatorTraits make_traits(const c10::OperatorHandle& op) {
     if (argument.type()->str() == "Generator?" || argument.type()->str() == "Generator") {
       traits.generator = static_cast<int>(i);
     }
-    // Batch normalization updates its running statistics in place, which older schemas hide.
-    bool is_statistics = argument.name() == "running_mean" || argument.name() == "running_var";
-    if (is_statistics && !is_written && name.find("backward") == std::string::npos) {
-      traits.hidden_writes.push_back(static_cast<int>(i));
-    }
-    if (argument.name() == "training" || argument.name() == "train") {
-      traits.training = static_cast<int>(i);
-    }
   }
+  traits.written_by_call = written_arguments_of(schema);
   for (const auto& result : schema.returns()) {
     int source = -1;
     const auto* alias = result.alias_info();
@@ -341,11 +335,7 @@ std::unique_ptr<CpuKernel> make_kernel(
       kernel->arguments.emplace_back(c10::Device(c10::kCPU));
       continue;
     }
-    bool write = traits.written[i];
-    for (int hidden : traits.hidden_writes) {
-      bool on = traits.training < 0 || arguments[static_cast<size_t>(traits.training)].toBool();
-      write = write || (hidden == static_cast<int>(i) && on);
-    }
+    const bool write = traits.written_by_call.has(i, arguments);
     kernel->arguments.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       if (!tensor.defined()) {
         return tensor;

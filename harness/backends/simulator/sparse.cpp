@@ -17,10 +17,6 @@ namespace {
 
 using c10::DispatchKey;
 
-bool is_compressed(const at::Tensor& tensor) {
-  return tensor.layout() != c10::kStrided && tensor.layout() != c10::kSparse;
-}
-
 at::SparseTensorImpl& coordinates(const at::Tensor& tensor) {
   return *static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
@@ -74,16 +70,6 @@ void register_layout(const std::set<std::string>& borrowed_names) {
 }
 
 } // namespace
-
-std::vector<at::Tensor> parts_of(const at::Tensor& tensor) {
-  if (tensor.layout() == c10::kSparse) {
-    return {coordinates(tensor).indices(), coordinates(tensor).values()};
-  }
-  if (is_compressed(tensor)) {
-    return {compressed(tensor).compressed_indices(), compressed(tensor).plain_indices(), compressed(tensor).values()};
-  }
-  return {tensor};
-}
 
 at::Tensor with_parts(const at::Tensor& like, const std::vector<at::Tensor>& parts) {
   if (like.layout() == c10::kSparse) {

@@ -8,10 +8,7 @@
 
 namespace sidestream {
 
-// The dense tensors that a tensor consists of: itself where it is dense, else indices and values.
-std::vector<at::Tensor> parts_of(const at::Tensor& tensor);
-
-// A sparse tensor like the given one over other parts (see parts_of), which decide where it lives.
+// A sparse tensor like the given one over other parts (see byte_ranges.h), which decide where it lives.
 at::Tensor with_parts(const at::Tensor& like, const std::vector<at::Tensor>& parts);
 
 // Makes a sparse tensor look like another, over other parts.
