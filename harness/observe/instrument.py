@@ -44,6 +44,8 @@ class Native(Protocol):
 
     def begin_repetition(self, holds: list[tuple[int, int, int]], serial: bool, lines: bool) -> None: ...
     def set_preparing(self, on: bool) -> None: ...
+    def can_poison(self) -> bool: ...
+    def set_poisoning(self, on: bool) -> None: ...
     def finish_repetition(self) -> tuple[list[tuple[Any, ...]], list[tuple[str, str | None, int]]]: ...
     def set_ignored_prefixes(self, prefixes: list[str]) -> None: ...
 
@@ -72,20 +74,35 @@ class Instrument:
         self._schedule: Schedule = SUBMISSION_ORDER
         self._observing = False
         self._preparing = 0
+        self._poisons = False
         native.set_ignored_prefixes(ignored_prefixes())
 
+    @property
+    def can_poison(self) -> bool:
+        """Whether freed memory can be filled; see :meth:`begin`."""
+        return self._native.can_poison()
+
     def begin(
-        self, plan: Plan, *, schedule: Schedule = SUBMISSION_ORDER, serial: bool = False, lines: bool = False
+        self,
+        plan: Plan,
+        *,
+        schedule: Schedule = SUBMISSION_ORDER,
+        serial: bool = False,
+        lines: bool = False,
+        poison_freed: bool = False,
     ) -> None:
         """Start a repetition under ``plan``; every stream that the plan names must have its name already.
 
         ``serial`` completes each launch before the next is enqueued. ``lines`` records where the caller's code
-        enqueued each launch, which costs a walk up the Python stack a launch.
+        enqueued each launch, which costs a walk up the Python stack a launch. ``poison_freed`` fills each block of
+        device memory with 0xFF on its owning stream when it is freed, unless ``record_stream`` defers its reuse: as
+        whoever is given it next might write it. So a missing ``record_stream`` has a value that shows.
 
         Raises:
-            UsageError: the accelerator has no such schedule, or the schedule does not go with the plan.
+            UsageError: the accelerator has no such schedule or cannot fill freed memory, or the schedule does not go
+                with the rest.
         """
-        self._check(plan, schedule, serial)
+        self._check(plan, schedule, serial, poison_freed)
         self._plan = plan
         self._schedule = schedule
         holds = []
@@ -93,6 +110,9 @@ class Instrument:
             key = self.names.key(launch.stream)
             # A stream that does not exist yet cannot be held: the outcome will say that the launch was missing.
             holds.append((*(key or (-1, -1)), launch.index))
+        if poison_freed != self._poisons:
+            self._native.set_poisoning(poison_freed)
+            self._poisons = poison_freed
         if schedule != SUBMISSION_ORDER:
             self._set_schedule(schedule)
         try:
@@ -102,7 +122,9 @@ class Instrument:
             raise
         self._observing = True
 
-    def _check(self, plan: Plan, schedule: Schedule, serial: bool) -> None:
+    def _check(self, plan: Plan, schedule: Schedule, serial: bool, poison_freed: bool) -> None:
+        if poison_freed and not self.can_poison:
+            raise UsageError("freed memory of this device cannot be filled: its runtime was not found.")
         if schedule != SUBMISSION_ORDER and not hasattr(self._native, "set_schedule"):
             raise UsageError(
                 f"the schedule {schedule} needs the simulated accelerator: a real device schedules itself."
@@ -113,6 +135,11 @@ class Instrument:
             raise UsageError(
                 f"the plan {plan} does not go with the schedule {schedule}: a hold keeps a launch for as long as it "
                 f"can, and {schedule.kind} decides itself how long; hold under the schedule 'submission'."
+            )
+        if poison_freed:
+            raise UsageError(
+                f"filling freed memory does not go with the schedule {schedule}, which would count it as launches; "
+                "fill it under the schedule 'submission'."
             )
         if serial:
             raise UsageError(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from harness.tests.simulator_support import filled, preparing, registered, repetition, streams
+from harness.errors import UsageError
+from harness.observe.instrument import Instrument
+from harness.observe.streams import StreamNames
+from harness.perturb.plan import Plan
+from harness.perturb.schedule import RandomWalk
+from harness.tests.simulator_support import Repetition, filled, preparing, registered, repetition, streams
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +133,106 @@ def test_memory_freed_in_one_repetition_is_poisoned_for_the_next(native: ModuleT
                     value = torch.empty(777, device="sim")
                 assert value.data_ptr() == address
                 assert value.isnan().all().item()
+
+
+@contextlib.contextmanager
+def poisoning(native: ModuleType) -> Iterator[None]:
+    native.set_poisoning(True)
+    try:
+        yield
+    finally:
+        native.set_poisoning(False)
+
+
+def read_and_free(
+    native: ModuleType, *, held: str | None, recorded: bool = False, waits: bool = False
+) -> tuple[list[float], Repetition]:
+    """A tensor made and written on one stream, read on another, and freed; what was read, and the trace."""
+    owner, reader = streams(2)
+    stream, index = {None: (owner, 9), "write": (owner, 0), "read": (reader, 0)}[held]
+    with repetition(native, [(stream, index)]) as result:
+        with preparing(native):
+            seen = filled(100, -1.0)
+            with owner:
+                value = filled(100, 1.0)
+        with owner:
+            value.add_(1)
+        reader.wait_stream(owner)
+        with reader:
+            seen.copy_(value)
+        if recorded:
+            value.record_stream(reader)
+        if waits:
+            owner.wait_stream(reader)
+        del value
+    return seen[:2].tolist(), result
+
+
+@pytest.mark.parametrize("held", [None, "write", "read"])
+def test_a_poisoned_free_shows_that_record_stream_is_missing(native: ModuleType, held: str | None) -> None:
+    with poisoning(native):
+        seen = read_and_free(native, held=held)[0]
+        assert [value != value for value in seen] == [held == "read"] * 2
+        assert read_and_free(native, held=held, recorded=True)[0] == [2.0] * 2, "deferred"
+        assert read_and_free(native, held=held, waits=True)[0] == [2.0] * 2, "in order"
+    assert read_and_free(native, held=held)[0] == [2.0] * 2
+
+
+@pytest.mark.parametrize("held", [None, "write", "read"])
+def test_a_poisoned_free_is_neither_counted_nor_traced(native: ModuleType, held: str | None) -> None:
+    def shape(result: Repetition) -> list[tuple[Any, ...]]:
+        kept = {"launch": [0, 3, 4, 8], "free": [0, 1, 2, 3, 6], "record": [0, 3], "wait": [0, 3]}
+        return [tuple(entry[i] for i in kept[entry[0]]) for entry in result.entries]
+
+    plain = read_and_free(native, held=held)[1]
+    with poisoning(native):
+        poisoned = read_and_free(native, held=held)[1]
+    assert shape(poisoned) == shape(plain)
+    assert poisoned.outcomes == plain.outcomes
+
+
+def test_a_poisoned_free_comes_after_what_its_stream_still_has_to_do(native: ModuleType) -> None:
+    (owner,) = streams(1)
+    with poisoning(native), repetition(native, [(owner, 0)]):
+        with preparing(native):
+            seen = filled(100, -1.0)
+            with owner:
+                value = filled(100, 1.0)
+        with owner:
+            value.add_(1)  # held
+            seen.copy_(value)
+            del value
+            value = torch.empty(100, device="sim")
+            seen.add_(value.isnan())
+    assert seen.tolist() == [3.0] * 100
+    del value
+
+
+def test_only_what_is_freed_in_a_repetition_is_poisoned(native: ModuleType) -> None:
+    (stream,) = streams(1)
+    with stream, poisoning(native):
+        value = filled(997, 1.0)
+        memory = value.data_ptr()
+        del value
+        value = torch.empty(997, device="sim")
+        assert value.data_ptr() == memory
+        assert value.tolist() == [1.0] * 997
+
+
+def test_filling_does_not_go_with_a_schedule_that_would_count_it(native: ModuleType) -> None:
+    instrument = Instrument(native, StreamNames())
+    assert instrument.can_poison
+    with pytest.raises(UsageError, match="fill it under the schedule 'submission'"):
+        instrument.begin(Plan(), schedule=RandomWalk(seed=1), poison_freed=True)
+    instrument.begin(Plan(), poison_freed=True)
+    value = filled(997, 1.0)
+    del value
+    value = torch.empty(997, device="sim")
+    assert value.isnan().all()
+    instrument.finish()
+    instrument.begin(Plan())
+    del value
+    value = filled(997, 1.0)
+    del value
+    assert torch.empty(997, device="sim").tolist() == [1.0] * 997
+    instrument.finish()

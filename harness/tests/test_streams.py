@@ -25,12 +25,20 @@ class FakeNative:
         self.begun: tuple[list[tuple[int, int, int]], bool, bool] | None = None
         self.preparing: list[bool] = []
         self.ignored: list[str] = []
+        self.poisons: bool | None = None
+        self.has_poison = True
 
     def begin_repetition(self, holds: list[tuple[int, int, int]], serial: bool, lines: bool) -> None:
         self.begun = (holds, serial, lines)
 
     def set_preparing(self, on: bool) -> None:
         self.preparing.append(on)
+
+    def can_poison(self) -> bool:
+        return self.has_poison
+
+    def set_poisoning(self, on: bool) -> None:
+        self.poisons = on
 
     def finish_repetition(self) -> tuple[list[tuple[Any, ...]], list[tuple[str, str | None, int]]]:
         return self.entries, self.outcomes

@@ -70,6 +70,7 @@ c10::DataPtr Allocator::allocate(size_t size_bytes) {
   statistics_[device].allocated.increase(rounded);
   statistics_[device].active.increase(rounded);
   trace_allocation(*block, owner.device, owner.id);
+  report(*block, rounded);
   return {block->memory, block, &free_context, device_of_pointer};
 }
 
@@ -98,12 +99,29 @@ void Allocator::free(Block& block) {
   Lock lock(scheduler.mutex);
   statistics_[block.owner->device].allocated.decrease(block.size_bytes);
   auto recordings = record_free(block, block.owner->device, block.owner->id, caller);
+  report(block, -block.size_bytes);
   freed_.add(block);
+  if (poisons_ && recordings.empty() && scheduler.in_repetition()) {
+    scheduler.fill_locked(*block.owner, block.memory, kPoison, block.size_bytes);
+  }
   if (recordings.empty()) {
     make_available(block);
   } else {
     deferred_.push_back({&block, std::move(recordings)});
   }
+}
+
+void Allocator::report(const Block& block, int64_t change_bytes) const {
+  const auto device = block.owner->device;
+  const auto& statistics = statistics_[device];
+  c10::reportMemoryUsageToProfiler(
+      block.memory, change_bytes, static_cast<size_t>(statistics.allocated.current),
+      static_cast<size_t>(statistics.reserved.current), c10::Device(c10::kPrivateUse1, device));
+}
+
+void Allocator::set_poisoning(bool on) {
+  Lock lock(Scheduler::get().mutex);
+  poisons_ = on;
 }
 
 void Allocator::make_available(Block& block) {

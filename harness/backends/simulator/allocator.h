@@ -55,6 +55,10 @@ class Allocator final : public DeviceAllocatorInterface {
   void record_stream(Block& block, Stream& stream);
   void free(Block& block);
 
+  // From here on, a block that is freed in a repetition and reused at once is filled with 0xFF on its stream, as whoever is given
+  // it next might write it: so whoever still reads it on another stream, in no order with the free, can see that.
+  void set_poisoning(bool on);
+
   MemoryStatistics statistics(c10::DeviceIndex device);
   void reset_accumulated_statistics(c10::DeviceIndex device);
   void reset_peak_statistics(c10::DeviceIndex device);
@@ -82,6 +86,8 @@ class Allocator final : public DeviceAllocatorInterface {
   };
   std::vector<Block*>& free_list(const Block& block) { return free_[block.owner][block.size_bytes]; }
   void make_available(Block& block);
+  // Tells the thread's profiler, if it has one (c10/core/Allocator.h), with the lock held, as CUDA's allocator does.
+  void report(const Block& block, int64_t change_bytes) const;
   void process_deferred();
   bool has_cached_blocks() const;
 
@@ -89,6 +95,7 @@ class Allocator final : public DeviceAllocatorInterface {
   std::vector<Deferred> deferred_;
   FreedBlocks freed_;
   std::array<MemoryStatistics, kDevices> statistics_{};
+  bool poisons_ = false;
 };
 
 } // namespace sidestream

@@ -307,6 +307,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_preparing", [](bool on) { Scheduler::get().set_preparing(on); }, py::arg("on"), Release());
   module.def("finish_repetition", &finish_repetition);
   module.def("set_schedule", &set_schedule, py::arg("kind"), py::arg("parameters"), py::arg("hosts"));
+  module.def("can_poison", [] { return true; });
+  module.def("set_poisoning", [](bool on) { Allocator::get().set_poisoning(on); }, py::arg("on"), Release());
   module.def("schedule_report", &schedule_report);
   module.def("stop_lines", &stop_lines);
   module.def("set_ignored_prefixes", &set_ignored_prefixes, py::arg("prefixes"));

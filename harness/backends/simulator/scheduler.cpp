@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -21,6 +22,15 @@ namespace {
 constexpr int kPatience = 1000;
 
 thread_local int kernels_of_this_thread = 0;
+
+struct Fill final : Work {
+  Fill(void* memory, int value, int64_t size_bytes) : memory(memory), value(value), size_bytes(size_bytes) {}
+  void run() override { std::memset(memory, value, static_cast<size_t>(size_bytes)); }
+
+  void* memory;
+  int value;
+  int64_t size_bytes;
+};
 
 [[noreturn]] void throw_with_launch(const Stream& stream, const Task& task, const std::string& what) {
   TORCH_CHECK(
@@ -254,6 +264,17 @@ RecordingPointer Scheduler::record_locked(Stream& stream) {
     enqueue(stream, Task{Task::kRecord, ++turns_, nullptr, -1, nullptr, recording});
   }
   return recording;
+}
+
+void Scheduler::fill_locked(Stream& stream, void* memory, int value, int64_t size_bytes) {
+  static const auto* const name = intern("fill of freed memory");
+  settle(stream);
+  auto fill = std::make_unique<Fill>(memory, value, size_bytes);
+  if (stream.tasks.empty() && !stream.running) {
+    fill->run(); // takes no lock and needs no GIL
+  } else {
+    enqueue(stream, Task{Task::kLaunch, ++turns_, name, -1, std::move(fill), nullptr});
+  }
 }
 
 void Scheduler::wait(Stream& stream, const RecordingPointer& recording) {

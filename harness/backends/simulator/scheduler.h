@@ -152,6 +152,8 @@ class Scheduler {
   std::mutex mutex;
   bool traces() const { return counting_; }
   RecordingPointer record_locked(Stream& stream);
+  // Enqueues on a stream that these bytes are filled: no launch of the program's, so neither counted, traced nor held.
+  void fill_locked(Stream& stream, void* memory, int value, int64_t size_bytes);
   // Completes what has become complete, and says whether the recording is.
   bool settled(Recording& recording);
   bool has_pending_work() const;
