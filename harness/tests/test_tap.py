@@ -244,7 +244,8 @@ def test_copies_that_block_and_item_synchronize_their_stream(tap: Tap) -> None:
         torch.ones(4).to("sim")
         value.sum().item()
         torch.ones(4).to("sim", non_blocking=True)
-    pairs = zip(result.entries, [*result.entries[1:], ("end",)], strict=True)
+    entries = result.of_kind("launch", "sync_stream")
+    pairs = zip(entries, [*entries[1:], ("end",)], strict=True)
     followers = [following[0] for entry, following in pairs if entry[0] == "launch"]
     assert result.operations() == [
         "aten::copy_",

@@ -11,6 +11,19 @@ Two observers in one native extension (the C++ files beside this one):
   a view nor of a query; composite operations are seen through. Kernels that are launched without the dispatcher
   (Triton, NCCL) are not seen.
 
+A launch has the bytes of device memory that it reads and writes: of its arguments, written as its schema says, and of
+what it returns. What a kernel touches beyond these (a cached workspace, say) is not seen, nor is the host's
+own memory. Allocations and frees come from the caching allocator, which tells a profiler of them
+(``c10::reportMemoryUsageToProfiler``; CUDA's native allocator does, ``cudaMallocAsync`` does not): during a repetition
+each thread that runs an operation of the case has one, which hands on what it hears. So
+
+- PyTorch's profiler cannot be started in the body of a case ("already enabled on this thread"), and where one is
+  running on the thread already, the trace has neither memory nor accesses, and happens-before nothing to judge;
+- a block that was handed out before the repetition has an owner that nobody knows, and its free is not in the trace.
+  Nor is a free by a thread that runs no operation; it is entered when the memory is handed out again;
+- the line of a free is that of the thread if it happens to hold the GIL, which the allocator must not wait for, else
+  that of the forward operation in backward, else unknown.
+
 A hold is a spin kernel enqueued on the current stream right before the launch, and an event behind it: while the
 event is pending, so is the launch.
 """
@@ -21,12 +34,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.backends import extension
+from harness.backends import accesses, extension
 from harness.errors import InfrastructureError
 
 _EXTENSION_NAME = "sidestream_tap"
 _TITLE = "tap"
-_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_SOURCES = [*sorted(Path(__file__).parent.glob("*.cpp")), *accesses.SOURCES]
 
 _installed: tuple[str, Any] | None = None
 

@@ -16,6 +16,7 @@
 #include "device.h"
 #include "guard_tap.h"
 #include "launch_observer.h"
+#include "memory_reports.h"
 #include "operations.h"
 #include "repetition.h"
 #include "thread_state.h"
@@ -34,6 +35,7 @@ void install_tap(const std::string& device_type) {
   install_guard_tap(type);
   if (type == c10::DeviceType::CUDA || type == c10::DeviceType::HIP) {
     find_sleep_kernel();
+    find_fill();
   }
   install_launch_observer(type);
   is_installed = true;
@@ -70,6 +72,7 @@ void begin_repetition(
   }
   reuse_hold_events();
   repetition().begin(plan, serial, lines);
+  begin_memory_reports();
 }
 
 py::object text(const std::string* value) {
@@ -80,13 +83,22 @@ py::object file_of(const SourceLine& line) {
   return line.known() ? py::object(py::str(file_name(line.file))) : py::object(py::none());
 }
 
+py::tuple accesses_of(const Entry& entry) {
+  py::tuple accesses(entry.accesses.size());
+  for (size_t i = 0; i < entry.accesses.size(); ++i) {
+    const auto& [bytes, write] = entry.accesses[i];
+    accesses[i] = py::make_tuple(bytes.block, bytes.start, bytes.stop, write);
+  }
+  return accesses;
+}
+
 py::tuple as_tuple(const Entry& entry) {
   const int device = entry.on.device;
   switch (entry.kind) {
     case EntryKind::Launch:
       return py::make_tuple(
           "launch", device, entry.on.stream, entry.number, text(entry.operation), text(entry.node),
-          file_of(entry.line), entry.line.line, py::tuple());
+          file_of(entry.line), entry.line.line, accesses_of(entry));
     case EntryKind::Record:
       return py::make_tuple("record", device, entry.on.stream, entry.number);
     case EntryKind::Wait:
@@ -97,6 +109,17 @@ py::tuple as_tuple(const Entry& entry) {
       return py::make_tuple("sync_event", entry.number);
     case EntryKind::SyncDevice:
       return py::make_tuple("sync_device", device);
+    case EntryKind::Allocate:
+      return py::make_tuple(
+          "allocate", entry.bytes.block, entry.bytes.start, entry.bytes.stop, device, entry.on.stream,
+          py::tuple(py::cast(entry.recordings)));
+    case EntryKind::Free:
+      return py::make_tuple(
+          "free", entry.bytes.block, entry.bytes.start, entry.bytes.stop, device, entry.on.stream,
+          py::tuple(py::cast(entry.recordings)), file_of(entry.line), entry.line.line);
+    case EntryKind::RecordStream:
+      return py::make_tuple(
+          "record_stream", entry.bytes.block, entry.bytes.start, entry.bytes.stop, device, entry.on.stream);
   }
   throw std::logic_error("unknown kind of trace entry");
 }
@@ -130,6 +153,7 @@ py::tuple finish_repetition() {
   if (!repetition().running()) {
     throw std::runtime_error("no repetition is running");
   }
+  end_memory_reports();
   {
     const py::gil_scoped_release without_gil;
     repetition().finish();
@@ -174,6 +198,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("prefixes"));
   module.def("set_hold_cycles", &set_hold_cycles, py::arg("cycles"));
   module.def("can_sleep", &can_sleep);
+  module.def("can_poison", &can_poison);
+  module.def(
+      "set_poisoning",
+      [](bool on) {
+        if (on && !can_poison()) {
+          throw std::runtime_error("nothing fills freed memory of this device");
+        }
+        set_poisoning(on);
+      },
+      py::arg("on"));
   module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(without_gil(std::move(callable))); });
   module.def("is_launch", &is_launch, py::arg("operation"), py::arg("device_type"));
   module.def("ignore_this_thread", [](bool on) { this_thread().ignored = on; }, py::arg("on"));

@@ -13,10 +13,16 @@ namespace sidestream {
 namespace {
 
 using SleepKernel = void (*)(int64_t);
+using Fill = int (*)(void* pointer, int value, size_t size_bytes, void* stream);
+using HandleOf = void* (*)(const c10::Stream* stream);
+
+constexpr int kPoison = 0xFF; // a NaN in every floating-point type
 
 std::atomic<const c10::impl::DeviceGuardImplInterface*> guard{nullptr};
 std::atomic<SleepKernel> sleep_kernel{nullptr};
 std::atomic<int64_t> hold_cycles{0};
+std::atomic<Fill> fill{nullptr};
+std::atomic<HandleOf> handle_of{nullptr};
 
 struct HoldEvents {
   std::mutex mutex;
@@ -48,6 +54,18 @@ class CurrentDevice {
   c10::Device previous_;
 };
 
+// A function of a library that torch has loaded, or of one that this depends on. torch loads its libraries without RTLD_GLOBAL,
+// so the library must be named.
+void* find_in(const char* library, const char* symbol) {
+  void* const handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+  if (handle == nullptr) {
+    return nullptr;
+  }
+  void* const found = dlsym(handle, symbol);
+  dlclose(handle); // the library stays loaded, torch holds it
+  return found;
+}
+
 void sleep_on_current_stream(int64_t cycles) {
   if (const auto kernel = sleep_kernel.load()) {
     kernel(cycles);
@@ -69,18 +87,44 @@ void set_device_guard(const c10::impl::DeviceGuardImplInterface* original) {
 
 bool find_sleep_kernel() {
   // at::cuda::sleep(int64_t), declared in ATen/cuda/Sleep.h; called by address so that this extension needs no CUDA
-  // to be built. torch loads its libraries without RTLD_GLOBAL, so the library must be named.
+  // to be built.
   for (const char* const library : {"libtorch_cuda.so", "libtorch_hip.so"}) {
-    if (void* const handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY)) {
-      void* const found = dlsym(handle, "_ZN2at4cuda5sleepEl");
-      dlclose(handle); // the library stays loaded, torch holds it
-      if (found != nullptr) {
-        sleep_kernel = reinterpret_cast<SleepKernel>(found);
-        return true;
-      }
+    if (void* const found = find_in(library, "_ZN2at4cuda5sleepEl")) {
+      sleep_kernel = reinterpret_cast<SleepKernel>(found);
+      return true;
     }
   }
   return false;
+}
+
+bool find_fill() {
+  struct Runtime {
+    const char* library;
+    const char* fill;
+    const char* handle; // c10::cuda::CUDAStream::stream() const: the object is nothing but a c10::Stream
+  };
+  for (const auto& runtime :
+       {Runtime{"libc10_cuda.so", "cudaMemsetAsync", "_ZNK3c104cuda10CUDAStream6streamEv"},
+        Runtime{"libc10_hip.so", "hipMemsetAsync", "_ZNK3c103hip9HIPStream6streamEv"}}) {
+    void* const found = find_in(runtime.library, runtime.fill);
+    void* const handle = find_in(runtime.library, runtime.handle);
+    if (found != nullptr && handle != nullptr) {
+      fill = reinterpret_cast<Fill>(found);
+      handle_of = reinterpret_cast<HandleOf>(handle);
+      return true;
+    }
+  }
+  return false;
+}
+
+bool can_poison() {
+  return fill.load() != nullptr;
+}
+
+void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream) {
+  const CurrentDevice current(stream.device());
+  const int error = fill.load()(pointer, kPoison, size_bytes, handle_of.load()(&stream));
+  TORCH_CHECK(error == 0, "filling freed memory failed with error ", error, " of the runtime");
 }
 
 void set_sleep_fallback(std::function<void(int64_t)> fallback) {

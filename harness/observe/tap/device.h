@@ -20,6 +20,13 @@ void set_sleep_fallback(std::function<void(int64_t)> fallback);
 bool can_sleep();
 void set_hold_cycles(int64_t cycles);
 
+// How the device's memory is filled from outside PyTorch: cudaMemsetAsync or hipMemsetAsync, where they and the runtime's own
+// handle of a stream can be had.
+bool find_fill();
+bool can_poison();
+// Enqueues that these bytes are filled with 0xFF, without allocating and without taking any lock of PyTorch's.
+void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream);
+
 // Enqueues the hold at `position` of its plan on the current stream of the stream's device, which must be that
 // stream; returns an event that is recorded behind it. The event belongs to a pool and is used again in the next
 // repetition.

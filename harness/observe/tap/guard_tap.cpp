@@ -1,5 +1,7 @@
 #include "guard_tap.h"
 
+#include <c10/core/Allocator.h>
+
 #include <stdexcept>
 
 #include "device.h"
@@ -31,6 +33,13 @@ class GuardTap final : public ForwardingGuard {
       repetition().waited(event, key_of(stream), !repetition().preparing());
     }
     original()->block(event, stream);
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    original()->recordDataPtrOnStream(data, stream);
+    if (observed()) {
+      repetition().stream_recorded(data.device().index(), data.get(), key_of(stream));
+    }
   }
 
   bool queryEvent(void* event) const override {

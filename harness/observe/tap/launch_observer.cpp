@@ -7,12 +7,17 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "byte_ranges.h"
 #include "device.h"
+#include "memory_reports.h"
 #include "operations.h"
 #include "thread_state.h"
 
@@ -124,6 +129,55 @@ Copy look_at_copy(const Operation& operation, Arguments arguments) {
   return copy;
 }
 
+// The bytes on the device that an operation touches, and the storages that they are part of.
+struct Touched {
+  std::vector<AccessedBytes> accesses;
+  std::vector<Bytes> storages;
+
+  void add_dense(const at::Tensor& tensor, bool write) {
+    if (!tensor.defined() || !on_device(tensor) || !tensor.has_storage()) {
+      return;
+    }
+    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+    const auto address = reinterpret_cast<uint64_t>(storage.data());
+    if (address == 0) {
+      return;
+    }
+    const auto device = tensor.device().index();
+    ByteRanges ranges;
+    byte_ranges_of(tensor, ranges);
+    for (const auto& range : ranges) {
+      accesses.push_back(
+          {Bytes{device, address + static_cast<uint64_t>(range.start), address + static_cast<uint64_t>(range.stop)}, write});
+    }
+    if (!ranges.empty()) {
+      storages.push_back(Bytes{device, address, address + storage.nbytes()});
+    }
+  }
+
+  void add(const at::Tensor& tensor, bool write) {
+    if (!tensor.defined() || tensor.layout() == c10::kStrided) {
+      add_dense(tensor, write);
+      return;
+    }
+    for (const auto& part : parts_of(tensor)) {
+      add_dense(part, write);
+    }
+  }
+
+  void add(const c10::IValue& value, bool write) {
+    if (value.isTensor()) {
+      add(value.toTensor(), write);
+    } else if (value.isList()) {
+      for (const auto& element : value.toListRef()) {
+        if (element.isTensor()) {
+          add(element.toTensor(), write);
+        }
+      }
+    }
+  }
+};
+
 c10::Stream current_stream(c10::DeviceIndex device) {
   return device_guard()->getStream(c10::Device(device_type.load(std::memory_order_relaxed), device));
 }
@@ -136,6 +190,24 @@ class Running final : public at::ObserverContext {
   Running& operator=(const Running&) = delete;
   ~Running() override {
     end();
+  }
+
+  // From now on, what this thread does for the launch stays with it in the trace; and what the operation returns is written.
+  void trace(LaunchEntry launch, size_t return_count) {
+    launch_ = launch;
+    return_count_ = return_count;
+    outer_ = std::exchange(this_thread().launch, launch);
+  }
+
+  void returned(Arguments stack) {
+    if (launch_.entry < 0) {
+      return;
+    }
+    Touched touched;
+    for (const auto& value : stack.slice(stack.size() - std::min(stack.size(), return_count_))) {
+      touched.add(value, true);
+    }
+    repetition().launch_returned(launch_, std::move(touched.accesses), touched.storages);
   }
 
   // From now on, what this thread launches is part of this operation.
@@ -158,9 +230,16 @@ class Running final : public at::ObserverContext {
       sync_->end();
       sync_.reset();
     }
+    if (launch_.entry >= 0) {
+      this_thread().launch = outer_;
+      launch_ = {};
+    }
   }
 
  private:
+  LaunchEntry launch_{};
+  LaunchEntry outer_{};
+  size_t return_count_ = 0;
   bool stands_for_nested_ = false;
   std::optional<HostSync> sync_;
 };
@@ -173,12 +252,28 @@ void remember_forward_line(const at::RecordFunction& range) {
   }
 }
 
+// record_stream of the user, which goes to the allocator directly on some devices.
+void observe_record_stream(Arguments arguments) {
+  if (arguments.size() < 2 || !arguments[arguments.size() - 2].isTensor()) {
+    return;
+  }
+  const auto& tensor = arguments[arguments.size() - 2].toTensor();
+  if (tensor.defined() && on_device(tensor) && tensor.has_storage()) {
+    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+    repetition().stream_recorded(tensor.device().index(), storage.data(), key_of(arguments.back().toStream()));
+  }
+}
+
 std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& range) {
   const auto* const operation = operation_of(range, device_type.load(std::memory_order_relaxed));
   auto& thread = this_thread();
   if (repetition().lines() && range.seqNr() >= 0 && thread.counted_depth == 0) {
     // Also for ranges that are no operation: the forward of a custom Function is one.
     remember_forward_line(range);
+  }
+  if (operation != nullptr && operation->base_name == "aten::record_stream") {
+    observe_record_stream(range.inputs());
+    return nullptr;
   }
   if (operation == nullptr || !(operation->launches || operation->launches_other_layouts)) {
     return nullptr;
@@ -217,6 +312,7 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
   if (copy.peer.has_value()) {
     peer = key_of(current_stream(*copy.peer));
   }
+  auto running = std::make_unique<Running>();
   if (counted) {
     const std::string* node_name = nullptr;
     SourceLine line;
@@ -231,7 +327,13 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
     if (peer.has_value()) {
       repetition().order_streams(*peer, key);
     }
-    const auto ticket = repetition().launch(key, operation->name, node_name, line);
+    Touched touched;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      touched.add(arguments[i], operation->written.has(i, arguments));
+    }
+    const auto ticket = repetition().launch(
+        key, operation->name, node_name, line, std::move(touched.accesses), touched.storages);
+    running->trace(ticket.entry, operation->return_count);
     if (ticket.hold >= 0) {
       const auto hold = static_cast<size_t>(ticket.hold);
       repetition().launch_held(hold, enqueue_hold(hold, stream));
@@ -240,7 +342,6 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
       repetition().order_streams(key, *peer);
     }
   }
-  auto running = std::make_unique<Running>();
   if (counted && operation->stands_for_nested) {
     running->stand_for_nested();
   }
@@ -250,27 +351,38 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
   return running;
 }
 
-std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& range) {
-  if (!observed()) {
-    return nullptr;
-  }
-  // The dispatcher would swallow an exception with a warning.
+// The dispatcher would swallow an exception with a warning.
+template <typename Function>
+void noting_errors(const at::RecordFunction& range, Function function) {
   const auto failed = [&range](const char* what) {
     repetition().note_error(std::string("observing ") + range.name() + " failed: " + what);
   };
   try {
-    return observe_start(range);
+    function();
   } catch (const c10::Error& error) {
     failed(error.what_without_backtrace());
   } catch (const std::exception& error) {
     failed(error.what());
   }
-  return nullptr;
 }
 
-void on_end(const at::RecordFunction&, at::ObserverContext* context) {
+std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& range) {
+  if (!observed()) {
+    return nullptr;
+  }
+  if (!report_memory_of_this_thread()) {
+    repetition().note_unseen_memory();
+  }
+  std::unique_ptr<at::ObserverContext> context;
+  noting_errors(range, [&] { context = observe_start(range); });
+  return context;
+}
+
+void on_end(const at::RecordFunction& range, at::ObserverContext* context) {
   if (context != nullptr) {
-    static_cast<Running*>(context)->end();
+    auto* const running = static_cast<Running*>(context);
+    noting_errors(range, [&] { running->returned(range.outputs()); });
+    running->end();
   }
 }
 
@@ -280,7 +392,8 @@ void install_launch_observer(c10::DeviceType type) {
   device_type = type;
   callback = at::addGlobalCallback(at::RecordFunctionCallback(on_start, on_end)
                                        .scopes({at::RecordScope::FUNCTION})
-                                       .needsInputs(true));
+                                       .needsInputs(true)
+                                       .needsOutputs(true));
 }
 
 void remove_launch_observer() {

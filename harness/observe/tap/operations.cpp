@@ -119,6 +119,8 @@ Operation decide(const c10::OperatorHandle& handle, c10::DeviceType type) {
   const auto& overload = schema.overload_name();
   operation.name = interned(overload.empty() ? schema.name() : schema.name() + "." + overload);
   operation.argument_count = schema.arguments().size();
+  operation.return_count = schema.returns().size();
+  operation.written = written_arguments_of(schema);
   operation.waits = makes_host_wait(schema.name());
   // What a foreign operation does inside is the author's code, which may use several streams.
   operation.stands_for_nested = operation.base_name.compare(0, 6, "aten::") == 0;

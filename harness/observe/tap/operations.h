@@ -6,6 +6,9 @@
 
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "written_arguments.h"
 
 namespace sidestream {
 
@@ -17,6 +20,8 @@ struct Operation {
   bool launches_other_layouts = false; // sparse, quantized, nested
   bool waits = false; // the host waits for the stream inside the operation, whatever its arguments
   bool stands_for_nested = false; // what it launches through other dispatched operations is part of it
+  WrittenArguments written;
+  size_t return_count = 0;
   // Positions of the arguments of a copy; negative for other operations.
   int copy_destination = -1;
   int copy_source = -1;

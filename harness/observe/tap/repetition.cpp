@@ -1,8 +1,12 @@
 #include "repetition.h"
 
+#include <algorithm>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "device.h"
+#include "thread_state.h"
 
 namespace sidestream {
 
@@ -40,6 +44,10 @@ void Repetition::begin(const std::vector<std::pair<StreamKey, int64_t>>& holds, 
   streams_.clear();
   recordings_.clear();
   recordings_made_ = 0;
+  ++number_;
+  memory_.clear();
+  storages_.clear();
+  memory_is_seen_ = true;
   error_.clear();
   holds_.clear();
   for (const auto& [on, index] : holds) {
@@ -76,6 +84,7 @@ void Repetition::finish() {
     undecided_ = 0;
     running_ = false;
     preparing_ = 0;
+    arrange();
     error = error_;
   }
   synchronize_used_streams();
@@ -96,7 +105,9 @@ LaunchTicket Repetition::launch(
     StreamKey on,
     const std::string* operation,
     const std::string* node,
-    SourceLine line) {
+    SourceLine line,
+    std::vector<AccessedBytes> accesses,
+    const std::vector<Bytes>& storages) {
   const std::lock_guard lock(mutex_);
   auto& stream = streams_[on];
   LaunchTicket ticket;
@@ -115,8 +126,50 @@ LaunchTicket Repetition::launch(
   entry.operation = operation;
   entry.node = node;
   entry.line = line;
-  entries_.push_back(entry);
+  entry.accesses = std::move(accesses);
+  storages_.insert(storages_.end(), storages.begin(), storages.end());
+  ticket.entry = {number_, static_cast<int64_t>(entries_.size())};
+  entries_.push_back(std::move(entry));
   return ticket;
+}
+
+void Repetition::launch_returned(
+    LaunchEntry launch,
+    std::vector<AccessedBytes> accesses,
+    const std::vector<Bytes>& storages) {
+  const std::lock_guard lock(mutex_);
+  if (!running() || launch.repetition != number_) {
+    return;
+  }
+  auto& known = entries_[static_cast<size_t>(launch.entry)].accesses;
+  for (const auto& access : accesses) {
+    const bool is_known = std::any_of(known.begin(), known.end(), [&](const AccessedBytes& other) {
+      return other.write && other.bytes.device == access.bytes.device && other.bytes.start == access.bytes.start &&
+          other.bytes.stop == access.bytes.stop;
+    });
+    const auto* const block = memory_.block_around(access.bytes.device, access.bytes.start);
+    const bool is_of_nested = block != nullptr && block->entry > launch.entry &&
+        entries_[static_cast<size_t>(block->entry)].launch != launch.entry;
+    if (!is_known && !is_of_nested) {
+      known.push_back(access);
+    }
+  }
+  storages_.insert(storages_.end(), storages.begin(), storages.end());
+}
+
+Entry& Repetition::append(Entry entry) {
+  const auto& launch = this_thread().launch;
+  if (launch.repetition == number_) {
+    entry.launch = launch.entry;
+  }
+  entries_.push_back(std::move(entry));
+  return entries_.back();
+}
+
+int64_t Repetition::record(StreamKey on) {
+  const auto number = ++recordings_made_;
+  append(Entry{EntryKind::Record, on, number});
+  return number;
 }
 
 void Repetition::launch_held(size_t hold, void* event) {
@@ -128,9 +181,8 @@ void Repetition::launch_held(size_t hold, void* event) {
 
 void Repetition::order_streams(StreamKey from, StreamKey to) {
   const std::lock_guard lock(mutex_);
-  const auto number = ++recordings_made_;
-  entries_.push_back(Entry{EntryKind::Record, from, number});
-  entries_.push_back(Entry{EntryKind::Wait, to, number});
+  const auto number = record(from);
+  append(Entry{EntryKind::Wait, to, number});
   const HoldSet reached = streams_[from].reached;
   streams_[to].reached.add(reached);
 }
@@ -138,11 +190,8 @@ void Repetition::order_streams(StreamKey from, StreamKey to) {
 void Repetition::recorded(void* event, StreamKey on, bool traced) {
   const std::lock_guard lock(mutex_);
   auto& recording = recordings_[event];
-  recording.number = traced ? ++recordings_made_ : 0;
+  recording.number = traced ? record(on) : 0;
   recording.reached = streams_[on].reached;
-  if (traced) {
-    entries_.push_back(Entry{EntryKind::Record, on, recording.number});
-  }
 }
 
 void Repetition::waited(void* event, StreamKey on, bool traced) {
@@ -153,13 +202,154 @@ void Repetition::waited(void* event, StreamKey on, bool traced) {
   }
   streams_[on].reached.add(found->second.reached);
   if (traced && found->second.number > 0) {
-    entries_.push_back(Entry{EntryKind::Wait, on, found->second.number});
+    append(Entry{EntryKind::Wait, on, found->second.number});
   }
 }
 
 void Repetition::recorded_unseen(void* event) {
   const std::lock_guard lock(mutex_);
   recordings_.erase(event);
+}
+
+void Repetition::allocated(const Bytes& bytes, StreamKey owner, bool traced) {
+  const std::lock_guard lock(mutex_);
+  while (const auto* const missed = memory_.overlapping(bytes)) {
+    // Given back by a thread that is not observed. The allocator has waited for whatever it had to wait for by now.
+    give_back(memory_.take_back(missed->bytes), {}, traced);
+  }
+  LiveBlock block{bytes, owner};
+  block.entry = traced ? static_cast<int64_t>(entries_.size()) : -1;
+  auto waited_for = memory_.hand_out(block);
+  if (traced) {
+    Entry entry{EntryKind::Allocate, owner};
+    entry.bytes = bytes;
+    entry.recordings = std::move(waited_for);
+    append(std::move(entry));
+  }
+}
+
+std::optional<StreamKey> Repetition::freed(const Bytes& bytes, SourceLine line, bool traced) {
+  const std::lock_guard lock(mutex_);
+  return give_back(memory_.take_back(bytes), line, traced);
+}
+
+std::optional<StreamKey> Repetition::give_back(LiveBlock block, SourceLine line, bool traced) {
+  std::vector<int64_t> recordings;
+  bool reused_at_once = true;
+  for (const auto& user : block.users) {
+    if (block.owner.has_value() && user == *block.owner) {
+      continue; // the allocator knows that its own stream is in order
+    }
+    reused_at_once = false;
+    if (traced) {
+      recordings.push_back(record(user));
+    }
+  }
+  memory_.must_wait(block.bytes, recordings);
+  if (!block.owner.has_value()) {
+    // Which stream the free is a write on is not known, so it is none in the trace.
+    return std::nullopt;
+  }
+  if (traced) {
+    Entry entry{EntryKind::Free, *block.owner};
+    entry.bytes = block.bytes;
+    entry.recordings = std::move(recordings);
+    entry.line = line;
+    append(std::move(entry));
+  }
+  return reused_at_once ? block.owner : std::nullopt;
+}
+
+void Repetition::stream_recorded(c10::DeviceIndex device, const void* pointer, StreamKey on) {
+  if (pointer == nullptr) {
+    return;
+  }
+  const bool traced = !preparing();
+  const std::lock_guard lock(mutex_);
+  auto& block = memory_.block_at(device, reinterpret_cast<uint64_t>(pointer));
+  if (std::find(block.users.begin(), block.users.end(), on) == block.users.end()) {
+    block.users.push_back(on);
+  }
+  if (traced) {
+    Entry entry{EntryKind::RecordStream, on};
+    entry.bytes = block.bytes;
+    append(std::move(entry));
+  }
+}
+
+void Repetition::note_unseen_memory() {
+  const std::lock_guard lock(mutex_);
+  memory_is_seen_ = false;
+}
+
+// Puts the entries in order and names the memory.
+//
+// A launch is entered when its operation begins, and what the operation allocates for it comes later: so it moves to behind
+// its last allocation, and the recordings, waits and host synchronizations of the operation stay behind it.
+void Repetition::arrange() {
+  const auto of_memory = [](const Entry& entry) {
+    return entry.kind == EntryKind::Allocate || entry.kind == EntryKind::Free || entry.kind == EntryKind::RecordStream;
+  };
+  if (!memory_is_seen_) {
+    for (auto& entry : entries_) {
+      entry.accesses.clear();
+    }
+    entries_.erase(std::remove_if(entries_.begin(), entries_.end(), of_memory), entries_.end());
+    return;
+  }
+  const auto count = entries_.size();
+  std::vector<size_t> place(count); // behind which entry it stands
+  bool moves = false;
+  for (size_t i = 0; i < count; ++i) {
+    place[i] = i;
+    if (entries_[i].kind == EntryKind::Allocate && entries_[i].launch >= 0) {
+      place[static_cast<size_t>(entries_[i].launch)] = i;
+      moves = true;
+    }
+  }
+  if (moves) {
+    for (size_t i = 0; i < count; ++i) {
+      if (!of_memory(entries_[i]) && entries_[i].launch >= 0) {
+        place[i] = std::max(i, place[static_cast<size_t>(entries_[i].launch)]);
+      }
+    }
+    std::vector<size_t> order(count);
+    for (size_t i = 0; i < count; ++i) {
+      order[i] = i;
+    }
+    std::sort(order.begin(), order.end(), [&](size_t one, size_t other) {
+      // What has moved comes after the entry that it has moved behind.
+      return std::make_tuple(place[one], place[one] != one, one) <
+          std::make_tuple(place[other], place[other] != other, other);
+    });
+    std::vector<Entry> arranged;
+    arranged.reserve(count);
+    for (const auto i : order) {
+      arranged.push_back(std::move(entries_[i]));
+    }
+    entries_ = std::move(arranged);
+  }
+  BlockNames names;
+  for (const auto& storage : storages_) {
+    names.add(storage);
+  }
+  for (const auto& entry : entries_) {
+    if (of_memory(entry)) {
+      names.add(entry.bytes);
+    }
+    for (const auto& access : entry.accesses) {
+      names.add(access.bytes);
+    }
+  }
+  names.join();
+  for (auto& entry : entries_) {
+    if (of_memory(entry)) {
+      names.name(entry.bytes);
+    }
+    for (auto& access : entry.accesses) {
+      names.name(access.bytes);
+    }
+  }
 }
 
 void Repetition::mark_used(c10::DeviceIndex device) {
@@ -256,7 +446,7 @@ void HostSync::append_entry() {
     entry.number = found->second.number;
   }
   if (traced_) {
-    of.entries_.push_back(entry);
+    of.append(std::move(entry));
   }
 }
 

@@ -5,41 +5,23 @@
 // since a thread that holds the GIL, or one inside the driver, may be waiting for the thread that waits here.
 #pragma once
 
-#include <c10/core/Device.h>
-#include <c10/core/Stream.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "device_memory.h"
 #include "source_lines.h"
+#include "stream_key.h"
 
 namespace sidestream {
 
-struct StreamKey {
-  c10::DeviceIndex device;
-  c10::StreamId stream;
-  bool operator==(const StreamKey& other) const {
-    return device == other.device && stream == other.stream;
-  }
-};
-
-struct StreamKeyHash {
-  size_t operator()(const StreamKey& key) const {
-    return std::hash<int64_t>()(key.stream * 64 + key.device);
-  }
-};
-
-inline StreamKey key_of(const c10::Stream& stream) {
-  return {stream.device_index(), stream.id()};
-}
-
-enum class EntryKind : uint8_t { Launch, Record, Wait, SyncStream, SyncEvent, SyncDevice };
+enum class EntryKind : uint8_t { Launch, Record, Wait, SyncStream, SyncEvent, SyncDevice, Allocate, Free, RecordStream };
 
 struct Entry {
   EntryKind kind;
@@ -48,6 +30,16 @@ struct Entry {
   const std::string* operation = nullptr;
   const std::string* node = nullptr;
   SourceLine line{};
+  Bytes bytes{}; // handed out, given back or recorded on a stream
+  std::vector<int64_t> recordings{}; // that an allocation waited for, or that the reuse of a freed block must wait for
+  std::vector<AccessedBytes> accesses{}; // of a launch
+  int64_t launch = -1; // the entry of the launch that this is part of
+};
+
+// A launch in the trace.
+struct LaunchEntry {
+  uint64_t repetition = 0;
+  int64_t entry = -1;
 };
 
 enum class HoldState : uint8_t { Missing, Undecided, Pending, Forced, Ran };
@@ -73,6 +65,7 @@ class HoldSet {
 
 // What a launch has to do before it is enqueued.
 struct LaunchTicket {
+  LaunchEntry entry{};
   int64_t index = -1;
   int64_t hold = -1; // position in the plan, or -1
 };
@@ -100,7 +93,16 @@ class Repetition {
   }
   void set_preparing(bool on);
 
-  LaunchTicket launch(StreamKey on, const std::string* operation, const std::string* node, SourceLine line);
+  // `storages` are what the accesses are part of.
+  LaunchTicket launch(
+      StreamKey on,
+      const std::string* operation,
+      const std::string* node,
+      SourceLine line,
+      std::vector<AccessedBytes> accesses,
+      const std::vector<Bytes>& storages);
+  // What it gave back, once it has returned. Memory that was handed out to a launch inside it is that launch's.
+  void launch_returned(LaunchEntry launch, std::vector<AccessedBytes> accesses, const std::vector<Bytes>& storages);
   void launch_held(size_t hold, void* event);
   // `to` continues after everything enqueued on `from`, by a wait that PyTorch's copy between devices issues below
   // the guard.
@@ -110,6 +112,15 @@ class Repetition {
   void waited(void* event, StreamKey on, bool traced);
   // By a thread that is not observed: what the event was before, at this address, is over.
   void recorded_unseen(void* event);
+
+  // A caching allocator has handed out bytes to the current stream.
+  void allocated(const Bytes& bytes, StreamKey owner, bool traced);
+  // They have been given back. Returns their owner where the allocator reuses them at once, without waiting for anybody.
+  std::optional<StreamKey> freed(const Bytes& bytes, SourceLine line, bool traced);
+  // record_stream of the memory that begins at this address, be it on the owner.
+  void stream_recorded(c10::DeviceIndex device, const void* pointer, StreamKey on);
+  // Somebody else listens to the allocators of a thread: then accesses cannot be judged and are left out.
+  void note_unseen_memory();
 
   void mark_used(c10::DeviceIndex device);
   void synchronize_used_devices();
@@ -147,6 +158,11 @@ class Repetition {
 
   // Whether each hold in `positions` is pending, asked of the device without the mutex.
   std::vector<bool> ask_pending(const std::vector<size_t>& positions);
+  // All of these expect the mutex to be held.
+  Entry& append(Entry entry);
+  int64_t record(StreamKey on);
+  std::optional<StreamKey> give_back(LiveBlock block, SourceLine line, bool traced);
+  void arrange();
 
   std::atomic<bool> running_{false};
   std::atomic<int> preparing_{0};
@@ -161,6 +177,10 @@ class Repetition {
   std::unordered_map<void*, Recording> recordings_;
   std::vector<Hold> holds_;
   int64_t recordings_made_ = 0;
+  uint64_t number_ = 0; // of the repetition in this process
+  DeviceMemory memory_;
+  std::vector<Bytes> storages_; // that accesses are part of
+  bool memory_is_seen_ = true;
   std::string error_;
 };
 

@@ -2,6 +2,8 @@
 
 #include "source_lines.h"
 
+#include <torch/csrc/autograd/function.h>
+
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -117,6 +119,13 @@ Walk walk_this_thread() {
   return walk(frame);
 }
 
+SourceLine forward_line(uint64_t forward_thread, uint64_t sequence_number) {
+  auto& known = forward_lines();
+  const std::lock_guard lock(known.mutex);
+  const auto found = known.lines.find({forward_thread, sequence_number});
+  return found == known.lines.end() ? SourceLine{} : found->second;
+}
+
 // Where backward was called, if exactly one thread is inside a call of it. The GIL is held.
 SourceLine line_that_called_backward() {
   SourceLine found;
@@ -162,15 +171,7 @@ SourceLine line_in_backward(uint64_t forward_thread, uint64_t sequence_number) {
   if (!python_is_running()) {
     return {};
   }
-  SourceLine forward;
-  {
-    auto& known = forward_lines();
-    const std::lock_guard lock(known.mutex);
-    const auto found = known.lines.find({forward_thread, sequence_number});
-    if (found != known.lines.end()) {
-      forward = found->second;
-    }
-  }
+  const auto forward = forward_line(forward_thread, sequence_number);
   const Gil gil;
   const auto here = walk_this_thread();
   if (here.line.known() && !here.left_backward) {
@@ -180,6 +181,25 @@ SourceLine line_in_backward(uint64_t forward_thread, uint64_t sequence_number) {
     return forward;
   }
   return here.line.known() ? here.line : line_that_called_backward();
+}
+
+SourceLine line_without_taking_the_gil() {
+  if (!python_is_running()) {
+    return {};
+  }
+  SourceLine here;
+  if (PyGILState_Check() != 0) {
+    const auto walked = walk_this_thread();
+    here = walked.line;
+    if (here.known() && !walked.left_backward) {
+      return here;
+    }
+  }
+  if (const auto node = torch::autograd::get_current_node()) {
+    const auto forward = forward_line(node->thread_id(), node->sequence_nr());
+    return forward.known() ? forward : here;
+  }
+  return here;
 }
 
 void note_forward_line(uint64_t forward_thread, uint64_t sequence_number, SourceLine line) {

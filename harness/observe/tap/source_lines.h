@@ -29,6 +29,10 @@ SourceLine current_line();
 // called. Takes the GIL.
 SourceLine line_in_backward(uint64_t forward_thread, uint64_t sequence_number);
 
+// The same without the GIL, for callers that must not wait for it: the caller's line if this thread happens to hold the GIL,
+// else that of the forward operation if an autograd node is running whose line is known, else none.
+SourceLine line_without_taking_the_gil();
+
 // Remembers that the node with this sequence number, made by this thread, belongs to `line`.
 void note_forward_line(uint64_t forward_thread, uint64_t sequence_number, SourceLine line);
 void forget_forward_lines();

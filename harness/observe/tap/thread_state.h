@@ -8,6 +8,7 @@ namespace sidestream {
 struct ThreadState {
   bool ignored = false; // a thread of the harness, such as a load: nothing it does belongs to the case
   int counted_depth = 0; // how many operations that stand for all launches inside them are running
+  LaunchEntry launch{}; // the innermost launch in the trace whose operation is running
 };
 
 inline ThreadState& this_thread() {
