@@ -16,7 +16,7 @@ NOT_HONOURED = (
     "issued and not honoured: the order is there in the trace, so look below PyTorch (runtime, driver, hardware), "
     "or at the case's expected value."
 )
-UNKNOWN = "unknown: this device gives no trace of accesses, so whether the wait was issued cannot be told."
+UNKNOWN = "unknown: no accesses are in the trace, so whether the wait was issued cannot be told."
 
 
 class Verdict(str, Enum):
@@ -62,7 +62,8 @@ def judge(trace: Trace | None, mismatches: list[Mismatch], hold_states: Iterable
     """Judge one repetition.
 
     Args:
-        trace: what was enqueued, or None where none was taken (a real device, or the fully synchronized run).
+        trace: what was enqueued, or None where none was taken (the fully synchronized run). It holds no accesses where
+            somebody else's profiler listened to a real device's allocator.
         mismatches: what the value oracle found.
         hold_states: one for each hold of the plan; none for the baseline.
     """

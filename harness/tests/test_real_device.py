@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,12 @@ import harness.observe.tap as tap_package
 from harness.backends import visible_devices
 from harness.backends.real import RealBackend
 from harness.errors import UsageError
+from harness.judge.happens_before import Race, find_races
+from harness.observe.instrument import Instrument
+from harness.observe.streams import StreamNames
+from harness.observe.trace import Allocate, Free, Launch, Trace
 from harness.perturb.load.compute import ComputeLoad
+from harness.perturb.plan import Plan
 from harness.tests import observer_effects
 from harness.tests.simulator_support import Repetition, repetition
 
@@ -274,7 +279,8 @@ def test_copies_that_block_and_item_synchronize_their_stream(tap: Tap) -> None:
         pinned.to("cuda", non_blocking=True)
         pinned.copy_(value, non_blocking=True)
         torch.empty(4).copy_(value, non_blocking=True)
-    pairs = zip(result.entries, [*result.entries[1:], ("end",)], strict=True)
+    entries = result.of_kind("launch", "sync_stream")
+    pairs = zip(entries, [*entries[1:], ("end",)], strict=True)
     followed = [(entry[4], following[0]) for entry, following in pairs if entry[0] == "launch"]
     assert followed[:2] == [("aten::copy_", "sync_stream")] * 2
     assert followed[2][0].startswith("aten::sum") and followed[2][1] == "launch"
@@ -302,6 +308,219 @@ def test_a_copy_between_devices_orders_both_streams(tap: Tap) -> None:
         ("record", *source, 2),
         ("wait", *destination, 2),
     ]
+
+
+# Happens-before: what the tap knows of memory.
+
+
+def judged(native: Tap, program: Callable[[], object], *, poison_freed: bool = False) -> tuple[Trace, list[Race]]:
+    """The trace of a program, run once to load its kernels and once observed, and what races in it."""
+    instrument = Instrument(native, StreamNames())
+    for _ in range(2):
+        instrument.begin(Plan(), poison_freed=poison_freed)
+        try:
+            program()
+        finally:
+            recording = instrument.finish()
+    return recording.trace, find_races(recording.trace)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_seed_pattern_races_between_the_fill_and_its_first_use_alone(
+    tap: Tap, pattern: SeedPattern, waits: bool
+) -> None:
+    pattern.run(tap, wait=waits)
+    instrument = Instrument(tap, StreamNames())
+    instrument.begin(Plan())
+    with preparing(tap), pattern.forward:
+        leaf = torch.full((256,), 2.0, device="cuda", requires_grad=True)
+        product = leaf * torch.full((256,), 3.0, device="cuda")
+        seed = torch.full((256,), NAN, device="cuda")
+    with pattern.fill:
+        seed.fill_(5.0)
+    with pattern.ambient:
+        if waits:
+            pattern.ambient.wait_stream(pattern.fill)
+        product.backward(seed)
+    races = find_races(instrument.finish().trace)
+    found = [(race.first.operation, race.second.operation, race.kind) for race in races]  # type: ignore[union-attr]
+    assert found == ([] if waits else [("aten::fill_.Scalar", "aten::mul.Tensor", "read after write")])
+
+
+@pytest.mark.parametrize("by", ["nobody", "record_stream", "wait"])
+def test_a_missing_record_stream_is_named(tap: Tap, by: str) -> None:
+    owner, reader = streams(2)
+
+    def program() -> None:
+        with owner:
+            value = torch.full((1 << 20,), 1.0, device="cuda")
+        reader.wait_stream(owner)
+        with reader:
+            value.sum()
+        if by == "record_stream":
+            value.record_stream(reader)
+        elif by == "wait":
+            owner.wait_stream(reader)
+        del value
+        with owner:
+            torch.full((1 << 20,), 2.0, device="cuda")
+
+    trace, races = judged(tap, program)
+    assert any(isinstance(entry, Free) for entry in trace)
+    kinds = [race.kind for race in races]
+    if by == "nobody":
+        assert kinds[0] == "freed while in use"
+        assert "record_stream" in races[0].missing_wait
+    else:
+        assert kinds == []
+
+
+def test_reuse_by_the_owner_is_no_race(tap: Tap) -> None:
+    (owner,) = streams(1)
+
+    def program() -> None:
+        with owner:
+            for value in range(4):
+                torch.full((1000,), float(value), device="cuda").add_(1)
+
+    trace, races = judged(tap, program)
+    blocks = {entry.block for entry in trace if isinstance(entry, Allocate)}
+    assert len(blocks) == 1, "the allocator hands the same memory out again"
+    assert races == []
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_disjoint_slices_of_one_buffer_are_no_race_and_overlapping_ones_are(tap: Tap, step: int) -> None:
+    first, second = streams(2)
+
+    def program() -> None:
+        base = torch.zeros(64, device="cuda")
+        torch.accelerator.synchronize(0)
+        for number, stream in enumerate((first, second)):
+            with stream:
+                base[number * step : number * step + 8].add_(1)
+        torch.accelerator.synchronize(0)
+
+    _, races = judged(tap, program)
+    assert [race.stop - race.start for race in races] == ([8] if step == 6 else [])
+
+
+def test_blocks_that_the_allocator_splits_and_joins_are_one_block(tap: Tap) -> None:
+    (owner,) = streams(1)
+    torch.cuda.empty_cache()
+
+    def program() -> None:
+        with owner:
+            values = [torch.empty(300_000, dtype=torch.uint8, device="cuda") for _ in range(3)]
+            del values
+            torch.empty(1_000_000, dtype=torch.uint8, device="cuda").zero_()
+
+    trace, races = judged(tap, program)
+    assert {(type(entry), entry.block) for entry in trace if isinstance(entry, Allocate | Free)} == {
+        (Allocate, 0),
+        (Free, 0),
+    }
+    assert max(entry.start for entry in trace if isinstance(entry, Allocate)) > 0
+    assert races == []
+
+
+def test_every_allocation_of_a_backward_is_seen(tap: Tap) -> None:
+    def program() -> None:
+        leaf = torch.ones(4096, device="cuda", requires_grad=True)
+        (leaf * 2).exp().sum().backward()
+
+    trace, races = judged(tap, program)
+    handed_out = [(entry.block, entry.start) for entry in trace if isinstance(entry, Allocate)]
+    written = {
+        (access.block, access.start)
+        for entry in trace
+        if isinstance(entry, Launch)
+        for access in entry.accesses
+        if access.write
+    }
+    assert written <= set(handed_out), "each output was handed out in the repetition"
+    assert races == []
+
+
+def test_a_training_step_on_one_stream_has_no_race(tap: Tap) -> None:
+    def program() -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(288, 4),
+        ).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(5, 3, 8, 8, device="cuda")).square().sum().backward()
+            optimizer.step()
+
+    trace, races = judged(tap, program)
+    statistics = [
+        entry for entry in trace if isinstance(entry, Launch) and "batch_norm" in entry.operation and entry.node is None
+    ]
+    assert statistics and all(sum(access.write for access in entry.accesses) >= 5 for entry in statistics)
+    assert races == []
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_poisoned_free_shows_that_record_stream_is_missing(tap: Tap, recorded: bool) -> None:
+    assert tap.can_poison()
+    owner, reader = streams(2)
+    tap.set_poisoning(True)
+    try:
+        for holds in ([], [(reader, 0)]):
+            with repetition(tap, holds) as result:
+                with preparing(tap):
+                    seen = torch.zeros(1000, device="cuda")
+                    with owner:
+                        value = torch.ones(1000, device="cuda")
+                reader.wait_stream(owner)
+                with reader:
+                    seen.copy_(value)
+                if recorded:
+                    value.record_stream(reader)
+                del value
+    finally:
+        tap.set_poisoning(False)
+    assert states(result) == ["pending"]
+    assert [entry[4] for entry in result.of_kind("launch")] == ["aten::copy_"]
+    assert (seen.tolist() == [1.0] * 1000) is recorded
+    assert bool(seen.isnan().all()) is not recorded
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_poisoned_free_goes_to_the_device_of_the_memory(tap: Tap) -> None:
+    (owner,) = streams(1, device=1)
+    tap.set_poisoning(True)
+    try:
+        with repetition(tap):
+            with owner:
+                value = torch.ones(1000, device="cuda:1")
+                pointer = value.data_ptr()
+                del value
+                value = torch.empty(1000, device="cuda:1")
+                assert value.data_ptr() == pointer
+                found = value.isnan().all().item()
+            assert torch.cuda.current_device() == 0
+    finally:
+        tap.set_poisoning(False)
+    assert found
+
+
+def test_the_seed_suite_has_no_race_but_its_controls(backend: RealBackend) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "suites", "--device", "cuda", "--count", "4"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr  # a race that no control has makes it 1
 
 
 # It changes nothing.
