@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ from harness.judge.values import Observation
 from harness.observe.instrument import Instrument, Recording, ignored_prefixes
 from harness.observe.trace import SourceLine
 from harness.perturb.plan import Plan
-from harness.perturb.schedule import SUBMISSION_ORDER, Schedule
 
 ELEMENTS = 256
 """Elements of a prepared tensor: enough that a partly stale read can be told from a wholly stale one."""
@@ -181,11 +180,12 @@ class Lab:
         return leaf, product
 
     def poisoned(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor shaped like another that is NaN until the case has really written it."""
+        """A tensor shaped like another that is NaN until the case has really written it.
+
+        Its memory belongs to the stream that is current. The lab does not keep it: a case may give it up.
+        """
         with self.preparing():
-            tensor = torch.full_like(like, float("nan"), requires_grad=False)
-        self._kept.append(tensor)
-        return tensor
+            return torch.full_like(like, float("nan"), requires_grad=False)
 
     def keep(self, thing: _Kept) -> _Kept:
         """Keep a tensor, or what holds tensors (a module, say), alive until all work of the repetition is complete.
@@ -230,13 +230,11 @@ class Lab:
 
     # What the campaign uses.
 
-    def begin(
-        self, plan: Plan, *, schedule: Schedule = SUBMISSION_ORDER, serial: bool = False, lines: bool = False
-    ) -> None:
-        """Start a repetition, on the simulated accelerator under any schedule."""
+    def begin(self, plan: Plan, **settings: Any) -> None:
+        """Start a repetition; the settings are those of ``Instrument.begin``."""
         self._staged.clear()
         self._prepared_at = time.perf_counter()
-        self._instrument.begin(plan, schedule=schedule, serial=serial, lines=lines)
+        self._instrument.begin(plan, **settings)
 
     def finish(self) -> tuple[Recording, list[Observation]]:
         """End the repetition; all work is complete afterwards."""

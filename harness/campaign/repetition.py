@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from harness.campaign.lab import Lab
 from harness.judge.values import Mismatch, compare
@@ -12,7 +13,6 @@ from harness.judge.verdict import Judgement, judge
 from harness.observe.holds import HoldOutcome
 from harness.observe.instrument import Recording
 from harness.perturb.plan import Plan
-from harness.perturb.schedule import SUBMISSION_ORDER, Schedule
 
 
 @dataclass(slots=True)
@@ -37,10 +37,8 @@ def run_repetition(
     number: int,
     plan: Plan,
     *,
-    schedule: Schedule = SUBMISSION_ORDER,
-    serial: bool = False,
-    lines: bool = False,
     with_happens_before: bool,
+    **settings: Any,
 ) -> Repetition:
     """Run a body once and judge it.
 
@@ -49,17 +47,15 @@ def run_repetition(
         body: enqueues the case.
         number: which repetition this is, from 0.
         plan: what to hold.
-        schedule: how the simulated accelerator is scheduled; only submission order goes with holds. What replays a run
-            under another one is ``recording.schedule.schedule``.
-        serial: complete each launch before the next is enqueued.
-        lines: record source lines.
         with_happens_before: whether the trace holds accesses, so that happens-before can judge it.
+        settings: those of ``Instrument.begin``. What replays a run under another schedule than submission order is
+            ``recording.schedule.schedule``.
 
     Raises:
         Exception: whatever the body raised, after all work that it had enqueued is complete.
     """
     started = time.perf_counter()
-    lab.begin(plan, schedule=schedule, serial=serial, lines=lines)
+    lab.begin(plan, **settings)
     try:
         body()
     except BaseException:

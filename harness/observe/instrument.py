@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from harness.errors import UsageError
 from harness.observe.holds import HoldOutcome, HoldState
 from harness.observe.schedule_report import ScheduleReport
 from harness.observe.streams import StreamNames
+from harness.observe.synchronizations import Fault, Synchronization, translate
 from harness.observe.trace import (
     Access,
     Allocate,
@@ -58,6 +59,8 @@ class Recording:
     holds: list[HoldOutcome]
     schedule: ScheduleReport | None = None
     """None under the default schedule."""
+    synchronizations: list[Synchronization] = field(default_factory=list)
+    """In the order in which they were issued; empty unless they were asked for."""
 
     def launches(self) -> list[Launch]:
         """The launches, in submission order."""
@@ -75,12 +78,19 @@ class Instrument:
         self._observing = False
         self._preparing = 0
         self._poisons = False
+        self._tap: Any = None
+        self._tapped = False
         native.set_ignored_prefixes(ignored_prefixes())
 
     @property
     def can_poison(self) -> bool:
         """Whether freed memory can be filled; see :meth:`begin`."""
         return self._native.can_poison()
+
+    def use_tap(self, tap: Any) -> None:
+        """Take synchronizations from ``tap``, which ``harness.observe.tap.observe_synchronizations`` gave."""
+        self._tap = tap
+        tap.set_ignored_prefixes(ignored_prefixes())
 
     def begin(
         self,
@@ -90,6 +100,8 @@ class Instrument:
         serial: bool = False,
         lines: bool = False,
         poison_freed: bool = False,
+        synchronizations: bool = False,
+        fault: Fault | None = None,
     ) -> None:
         """Start a repetition under ``plan``; every stream that the plan names must have its name already.
 
@@ -97,6 +109,8 @@ class Instrument:
         enqueued each launch, which costs a walk up the Python stack a launch. ``poison_freed`` fills each block of
         device memory with 0xFF on its owning stream when it is freed, unless ``record_stream`` defers its reuse: as
         whoever is given it next might write it. So a missing ``record_stream`` has a value that shows.
+        ``synchronizations`` records who issued which, some twenty microseconds each; ``fault`` says which one goes wrong.
+        Both need a tap (``use_tap``).
 
         Raises:
             UsageError: the accelerator has no such schedule or cannot fill freed memory, or the schedule does not go
@@ -121,6 +135,11 @@ class Instrument:
             self._reset_schedule()
             raise
         self._observing = True
+        self._tapped = synchronizations or fault is not None
+        if self._tapped:
+            target = fault.native_target(self.names) if fault is not None else None
+            how = "misdirect" if fault is not None and fault.misdirect else "leave out"
+            self._tap.begin_synchronizations(target, how, lines)
 
     def _check(self, plan: Plan, schedule: Schedule, serial: bool, poison_freed: bool) -> None:
         if poison_freed and not self.can_poison:
@@ -159,19 +178,28 @@ class Instrument:
         """A stretch whose launches are neither counted, held nor traced."""
         self._preparing += 1
         if self._preparing == 1:
-            self._native.set_preparing(True)
+            self._set_preparing(True)
         try:
             yield
         finally:
             self._preparing -= 1
             # An interrupt can end the repetition before this block.
             if self._preparing == 0 and self._observing:
-                self._native.set_preparing(False)
+                self._set_preparing(False)
+
+    def _set_preparing(self, on: bool) -> None:
+        self._native.set_preparing(on)
+        if self._tapped:
+            self._tap.prepare_synchronizations(on)
 
     def finish(self) -> Recording:
         """End the repetition: settle each hold, release them, complete all work."""
         self._observing = False
         report = None
+        raw_synchronizations = []
+        if self._tapped:
+            self._tapped = False
+            raw_synchronizations = self._tap.finish_synchronizations()
         try:
             raw_entries, raw_holds = self._native.finish_repetition()
             if self._schedule != SUBMISSION_ORDER:
@@ -183,9 +211,13 @@ class Instrument:
             HoldOutcome(launch, HoldState(state), SourceLine(file, line) if file else None)
             for launch, (state, file, line) in zip(self._plan.holds, raw_holds, strict=True)
         ]
-        return Recording(self._translate(raw_entries), outcomes, report)
+        trace, places = self._translate(raw_entries)
+        synchronizations = translate(raw_synchronizations, self.names, places)
+        _bind_to_what_was_asked(trace, synchronizations)
+        return Recording(trace, outcomes, report, synchronizations)
 
-    def _translate(self, raw_entries: list[tuple[Any, ...]]) -> Trace:
+    def _translate(self, raw_entries: list[tuple[Any, ...]]) -> tuple[Trace, list[tuple[int, ...]]]:
+        """The trace, and for each raw entry its places in it."""
         name = self.names.name
 
         def owner(device: int, stream: int) -> str | None:
@@ -193,8 +225,10 @@ class Instrument:
 
         trace: list[Entry] = []
         append = trace.append
+        places: list[tuple[int, ...]] = []
         for raw in raw_entries:
             kind = raw[0]
+            place = len(trace)
             if kind == "launch":
                 _, device, stream, index, operation, node, file, line, accesses = raw
                 append(
@@ -234,7 +268,24 @@ class Instrument:
                     append(HostSync(stream, None))
             else:
                 raise AssertionError(f"unknown trace entry {raw!r}")
-        return trace
+            places.append(tuple(range(place, len(trace))))
+        return trace, places
+
+
+def _bind_to_what_was_asked(trace: Trace, synchronizations: list[Synchronization]) -> None:
+    """Let each wait in the trace name the recording that its issuer asked for.
+
+    The device's own trace says what the device was told, which a fault can make something else. Whether the device does
+    what was asked is for the values to show.
+    """
+    for each in synchronizations:
+        if each.recorded is None or not each.entries:
+            continue
+        (place,) = each.entries
+        (record,) = synchronizations[each.recorded].entries
+        entry, recording = trace[place], trace[record]
+        if isinstance(entry, Wait | HostSync) and isinstance(recording, Record) and entry.event != recording.event:
+            trace[place] = entry._replace(event=recording.event)
 
 
 def ignored_prefixes() -> list[str]:

@@ -28,6 +28,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <exception>
 #include <map>
 #include <memory>
@@ -306,6 +307,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("begin_repetition", &begin_repetition, py::arg("holds"), py::arg("serial"), py::arg("lines"));
   module.def("set_preparing", [](bool on) { Scheduler::get().set_preparing(on); }, py::arg("on"), Release());
   module.def("finish_repetition", &finish_repetition);
+  module.def("last_entry_function", [] { return reinterpret_cast<uintptr_t>(&take_last_entry); });
   module.def("set_schedule", &set_schedule, py::arg("kind"), py::arg("parameters"), py::arg("hosts"));
   module.def("can_poison", [] { return true; });
   module.def("set_poisoning", [](bool on) { Allocator::get().set_poisoning(on); }, py::arg("on"), Release());

@@ -1,6 +1,22 @@
 #include "trace.h"
 
 namespace sidestream {
+namespace {
+
+thread_local int64_t last_entry = -1;
+
+} // namespace
+
+int64_t take_last_entry() {
+  const auto last = last_entry;
+  last_entry = -1;
+  return last;
+}
+
+void Trace::add(const TraceEntry& entry) {
+  last_entry = static_cast<int64_t>(entries.size());
+  entries.push_back(entry);
+}
 
 void Trace::clear() {
   entries.clear();
@@ -24,7 +40,7 @@ void Trace::add_with_accesses(TraceEntry entry, const std::vector<Access>& entry
   for (const auto& access : entry_accesses) {
     accesses.push_back({number_of(*access.block), access.start, access.stop, access.write});
   }
-  entries.push_back(entry);
+  add(entry);
 }
 
 void Trace::add_memory(TraceEntry entry, MemoryBlock& block, const std::vector<int64_t>& memory_events) {
@@ -32,7 +48,7 @@ void Trace::add_memory(TraceEntry entry, MemoryBlock& block, const std::vector<i
   entry.first = static_cast<uint32_t>(events.size());
   entry.count = static_cast<uint32_t>(memory_events.size());
   events.insert(events.end(), memory_events.begin(), memory_events.end());
-  entries.push_back(entry);
+  add(entry);
 }
 
 } // namespace sidestream

@@ -47,12 +47,15 @@ struct TraceEntry {
   uint32_t count = 0;
 };
 
+// The index of the entry that this thread added last, or -1; forgets it. Needs no lock.
+int64_t take_last_entry();
+
 class Trace {
  public:
   void clear();
   // A block's number in the trace, given out by first appearance.
   int64_t number_of(MemoryBlock& block);
-  void add(const TraceEntry& entry) { entries.push_back(entry); }
+  void add(const TraceEntry& entry);
   // A launch, or what the host does itself.
   void add_with_accesses(TraceEntry entry, const std::vector<Access>& entry_accesses);
   void add_memory(TraceEntry entry, MemoryBlock& block, const std::vector<int64_t>& memory_events);

@@ -4,8 +4,8 @@ Two observers in one native extension (the C++ files beside this one):
 
 - A decorator around the registered device guard of the device type. The autograd engine, ``torch.Stream``,
   ``torch.Event`` and ``torch.accelerator`` go through that guard, so every event record, wait and host
-  synchronization they issue is seen. ``torch.cuda.Event``, ``torch.cuda.synchronize`` and libraries go around it and
-  stay invisible, and so does a ``torch.Event`` that was made before the tap was installed.
+  synchronization they issue is seen. Libraries go around it and stay invisible, and so does a ``torch.Event`` that was
+  made before the tap was installed; of what Python calls around it, ``harness/observe/around_guard.py`` tells.
 - A global ``RecordFunction`` callback that sees every dispatched operation, in the engine's threads too. An operation
   is a launch when a kernel is registered for it under the device's own dispatch key and its schema is neither that of
   a view nor of a query; composite operations are seen through. Kernels that are launched without the dispatcher
@@ -36,12 +36,14 @@ from typing import Any
 
 from harness.backends import accesses, extension
 from harness.errors import InfrastructureError
+from harness.observe import around_guard
 
 _EXTENSION_NAME = "sidestream_tap"
 _TITLE = "tap"
 _SOURCES = [*sorted(Path(__file__).parent.glob("*.cpp")), *accesses.SOURCES]
 
 _installed: tuple[str, Any] | None = None
+_restore: Callable[[], None] | None = None
 
 
 def build(announce: Callable[[str], None] | None = None) -> Path:
@@ -91,6 +93,42 @@ def install(device_type: str, announce: Callable[[str], None] | None = None) -> 
         native.set_sleep_fallback(torch.cuda._sleep)
     _installed = (device_type, native)
     return native
+
+
+def observe_synchronizations(
+    device_type: str, last_entry_function: int | None, announce: Callable[[str], None] | None = None
+) -> Any:
+    """Put a second decorator around the device guard: it sees every synchronization, and can leave one out.
+
+    Independent of :func:`install`, so that it works on the simulated accelerator, which traces itself.
+
+    Args:
+        device_type: ``cuda`` (ROCm too), ``xpu``, ``sim``.
+        last_entry_function: the address of a C function by which whoever traces the device tells which entry the
+            calling thread added last; None where that is the tap.
+        announce: receives progress sentences while the extension is built.
+
+    Returns:
+        The native tap, with ``begin_synchronizations``, ``prepare_synchronizations`` and ``finish_synchronizations``.
+
+    Raises:
+        UsageError: the extension cannot be built.
+    """
+    global _restore
+    native = extension.load(_EXTENSION_NAME, _SOURCES, announce, title=_TITLE)
+    if _restore is None:
+        native.install_synchronizations(device_type, last_entry_function)
+        _restore = around_guard.install(native, device_type)
+    return native
+
+
+def ignore_synchronizations() -> None:
+    """Restore what :func:`observe_synchronizations` decorated."""
+    global _restore
+    if _restore is not None:
+        _restore()
+        _restore = None
+        extension.load(_EXTENSION_NAME, _SOURCES, None, title=_TITLE).remove_synchronizations()
 
 
 def remove() -> None:

@@ -19,6 +19,7 @@
 #include "memory_reports.h"
 #include "operations.h"
 #include "repetition.h"
+#include "synchronization_binding.h"
 #include "thread_state.h"
 
 namespace py = pybind11;
@@ -211,4 +212,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(without_gil(std::move(callable))); });
   module.def("is_launch", &is_launch, py::arg("operation"), py::arg("device_type"));
   module.def("ignore_this_thread", [](bool on) { this_thread().ignored = on; }, py::arg("on"));
+  bind_synchronizations(module);
 }

@@ -9,6 +9,17 @@
 #include "thread_state.h"
 
 namespace sidestream {
+namespace {
+
+thread_local int64_t last_entry = -1;
+
+} // namespace
+
+int64_t take_last_entry() {
+  const auto last = last_entry;
+  last_entry = -1;
+  return last;
+}
 
 void HoldSet::add(size_t position) {
   const size_t word = position / 64;
@@ -158,6 +169,7 @@ void Repetition::launch_returned(
 }
 
 Entry& Repetition::append(Entry entry) {
+  last_entry = static_cast<int64_t>(entries_.size());
   const auto& launch = this_thread().launch;
   if (launch.repetition == number_) {
     entry.launch = launch.entry;

@@ -186,6 +186,9 @@ class Repetition {
 
 Repetition& repetition();
 
+// The index of the entry that this thread added to the trace last, or -1; forgets it.
+int64_t take_last_entry();
+
 class HostSync {
  public:
   static HostSync of_stream(StreamKey stream, bool traced);
