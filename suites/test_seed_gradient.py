@@ -6,26 +6,30 @@ current where backward is called (the ambient stream) is ordered after the fill;
 node after the seed, on whatever stream that node runs (pytorch/pytorch#45787). And the gradients are ready for the
 ambient stream when backward returns, with no synchronization by the caller (pytorch/pytorch#57833, #60421).
 
-So every gradient here is observed on the ambient stream directly after backward.
+So every gradient here is observed on the ambient stream directly after the backward that makes it. And every seed is
+given up directly after the backward that takes it, since whoever calls a function need not keep its arguments: the
+engine records a seed on the stream of the node that reads it (pytorch/pytorch#60230).
 """
+
+import itertools
 
 import pytest
 import torch
 
 
 def tensor_backward(roots, seeds, leaves):
-    for root, seed in zip(roots, seeds, strict=True):
-        root.backward(seed)
-    return [leaf.grad for leaf in leaves]
+    for root, leaf in zip(roots, leaves, strict=True):
+        root.backward(next(seeds))
+        yield leaf.grad
 
 
 def autograd_backward(roots, seeds, leaves):
-    torch.autograd.backward(roots, seeds)
-    return [leaf.grad for leaf in leaves]
+    torch.autograd.backward(roots, list(seeds))
+    yield from (leaf.grad for leaf in leaves)
 
 
 def autograd_grad(roots, seeds, leaves):
-    return torch.autograd.grad(roots, leaves, seeds)
+    yield from torch.autograd.grad(roots, leaves, list(seeds))
 
 
 def wait_stream(ambient, fill):
@@ -44,9 +48,33 @@ def event_synchronize(ambient, fill):
     fill.record_event().synchronize()
 
 
+def no_order(ambient, fill):
+    pass
+
+
 every_entry = pytest.mark.parametrize("call", [tensor_backward, autograd_backward, autograd_grad])
 every_forward_stream = pytest.mark.parametrize("forward", ["default", "ambient", "forward"])
 one_root_and_several = pytest.mark.parametrize("root_count", [1, 3], ids=["one_root", "three_roots"])
+
+
+def filled(seeds):
+    """Each seed when it is asked for, filled with 5 on the current stream, and given up."""
+    while seeds:
+        yield seeds.pop(0).fill_(5.0)
+
+
+def filled_on(fill, seeds, order, ambient):
+    """The same, filled on the stream that their memory belongs to, so that their use on this one has to be recorded."""
+    while seeds:
+        with fill:
+            seeds[0].fill_(5.0)
+        order(ambient, fill)
+        seeds[0].record_stream(ambient)
+        yield seeds.pop(0)
+
+
+def doubled(seed):
+    return seed.mul_(2.0)
 
 
 def products(lab, forward, root_count):
@@ -65,8 +93,7 @@ def test_implicit_seed_inside_a_side_stream(lab, call, forward, root_count):
     with lab.preparing(), lab.stream(forward):
         losses = [root.sum() for root in roots]
     with lab.stream("ambient"):
-        gradients = call(losses, [None] * root_count, leaves)
-        for number, gradient in enumerate(gradients):
+        for number, gradient in enumerate(call(losses, itertools.repeat(None, root_count), leaves)):
             lab.observe(gradient, 3.0 + number)
 
 
@@ -74,33 +101,41 @@ def test_implicit_seed_inside_a_side_stream(lab, call, forward, root_count):
 @every_forward_stream
 @one_root_and_several
 def test_seed_filled_and_used_in_one_side_stream(lab, call, forward, root_count):
-    """A seed filled on the ambient stream itself needs no wait by the caller."""
+    """A seed made and filled on the ambient stream itself needs no wait by the caller, and no record_stream."""
     leaves, roots = products(lab, forward, root_count)
-    seeds = [lab.poisoned(root) for root in roots]
     with lab.stream("ambient"):
-        for seed in seeds:
-            seed.fill_(5.0)
-        gradients = call(roots, seeds, leaves)
-        for number, gradient in enumerate(gradients):
+        seeds = [lab.poisoned(root) for root in roots]
+        for number, gradient in enumerate(call(roots, filled(seeds), leaves)):
             lab.observe(gradient, 5.0 * (3.0 + number))
 
 
-@pytest.mark.parametrize("order", [wait_stream, wait_event, stream_synchronize, event_synchronize])
+@pytest.mark.parametrize("order", [wait_stream, wait_event])
 @every_entry
 @every_forward_stream
 @one_root_and_several
 def test_seed_filled_on_another_stream_that_is_waited_for(lab, order, call, forward, root_count):
     """A seed filled on one stream seeds a backward called on another, once that is ordered after the fill."""
     leaves, roots = products(lab, forward, root_count)
-    seeds = [lab.poisoned(root) for root in roots]
     with lab.stream("fill") as fill:
-        for seed in seeds:
-            seed.fill_(5.0)
+        seeds = [lab.poisoned(root) for root in roots]
     with lab.stream("ambient") as ambient:
-        order(ambient, fill)
-        gradients = call(roots, seeds, leaves)
-        for number, gradient in enumerate(gradients):
+        for number, gradient in enumerate(call(roots, filled_on(fill, seeds, order, ambient), leaves)):
             lab.observe(gradient, 5.0 * (3.0 + number))
+
+
+@pytest.mark.parametrize("order", [stream_synchronize, event_synchronize])
+@every_entry
+@every_forward_stream
+@one_root_and_several
+def test_seed_that_the_host_waited_for_is_scaled_on_the_ambient_stream(lab, order, call, forward, root_count):
+    """The host waits for the fill, and the ambient stream scales the seed, as a gradient scaler does."""
+    leaves, roots = products(lab, forward, root_count)
+    with lab.stream("fill") as fill:
+        seeds = [lab.poisoned(root) for root in roots]
+    with lab.stream("ambient") as ambient:
+        scaled = map(doubled, filled_on(fill, seeds, order, ambient))
+        for number, gradient in enumerate(call(roots, scaled, leaves)):
+            lab.observe(gradient, 10.0 * (3.0 + number))
 
 
 @pytest.mark.control(
@@ -113,11 +148,8 @@ def test_seed_filled_on_another_stream_that_is_waited_for(lab, order, call, forw
 def test_seed_filled_on_another_stream_without_a_wait(lab, call, forward, root_count):
     """The same without the wait: backward may read the seed before it is filled."""
     leaves, roots = products(lab, forward, root_count)
-    seeds = [lab.poisoned(root) for root in roots]
-    with lab.stream("fill"):
-        for seed in seeds:
-            seed.fill_(5.0)
-    with lab.stream("ambient"):
-        gradients = call(roots, seeds, leaves)
-        for number, gradient in enumerate(gradients):
+    with lab.stream("fill") as fill:
+        seeds = [lab.poisoned(root) for root in roots]
+    with lab.stream("ambient") as ambient:
+        for number, gradient in enumerate(call(roots, filled_on(fill, seeds, no_order, ambient), leaves)):
             lab.observe(gradient, 5.0 * (3.0 + number))
