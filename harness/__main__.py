@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -70,6 +73,36 @@ def build() -> None:
 
     for part in (simulator, tap):
         print(part.build(_announce))
+
+
+@app.command()
+def twins(
+    tests: Annotated[list[str] | None, typer.Argument(help="files, folders, node ids; without any, the suite")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or sim")] = "auto",
+    keyword: Annotated[str | None, typer.Option("-k", help="of the cases, those that match, as in pytest")] = None,
+    processes: Annotated[str | None, typer.Option("-n", help="workers, as in pytest-xdist: a number or auto")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="aimed repetitions that a twin gets")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="write JUnit XML")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, and pytest's output on standard error")] = False,
+) -> None:
+    """Leave each synchronization of each case out, one at a time, and say which absences were noticed.
+
+    Exits with 1 if a twin survives.
+    """
+    options = ["-q", "--twins", "--device", device]
+    for name, value in (("-k", keyword), ("-n", processes), ("--twin-repetitions", repetitions), ("--junitxml", junit)):
+        if value is not None:
+            options += [name, str(value)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "twins.json"
+        if as_json:
+            options += ["--twins-json", str(file)]
+        command = [sys.executable, "-m", "pytest", *options, "--", *(tests or [])]
+        # A process of its own, whose output can go to standard error.
+        code = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
+        if file.exists():
+            print(file.read_text())
+    raise typer.Exit(code)
 
 
 @app.command()

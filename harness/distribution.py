@@ -22,6 +22,7 @@ from harness.campaign.options import Options
 from harness.campaign.result import CaseResult
 from harness.campaign.store import RepetitionRecord, read_run
 from harness.judge.verdict import Verdict
+from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.plan import Plan
 from harness.report.outcome import outcome_of
 from harness.report.progress import Tail, Ticker, terminal_progress
@@ -66,6 +67,8 @@ class WorkerInput:
         options = asdict(self.options)
         options["plan"] = None if self.options.plan is None else str(self.options.plan)
         options["loads"] = list(self.options.loads)
+        fault = self.options.fault
+        options["fault"] = None if fault is None else [str(fault.target), fault.misdirect]
         return {"options": options, "directory": self.directory, "environment": self.environment}
 
     @classmethod
@@ -74,6 +77,9 @@ class WorkerInput:
         options = dict(data["options"])
         options["plan"] = None if options["plan"] is None else Plan.parse(options["plan"])
         options["loads"] = tuple(options["loads"])
+        if options["fault"] is not None:
+            target, misdirect = options["fault"]
+            options["fault"] = Fault(SynchronizationId.parse(target), misdirect)
         return cls(Options(**options), data["directory"], data["environment"])
 
     def apply_to_environment(self) -> None:

@@ -22,15 +22,17 @@ from harness import distribution
 from harness.campaign.options import DEFAULT_LIMIT_S, Options
 from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.exit_codes import ExitCode
+from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.plan import Plan
 
 if TYPE_CHECKING:
     from harness.backends.select import Backend
-    from harness.campaign.case import Control
+    from harness.campaign.case import Case, Control
     from harness.campaign.lab import Lab
     from harness.campaign.result import CaseResult
     from harness.campaign.session import Session
     from harness.campaign.store import ResultWriter
+    from harness.campaign.twins import TwinStudy
     from harness.campaign.watchdog import Watchdog
     from harness.report.progress import Progress
 
@@ -49,6 +51,8 @@ class Run:
     worker: str
     """``main`` without xdist, else ``gw0``, ``gw1``, ...; ``controller`` in the process that runs no case."""
     results: dict[str, CaseResult] = field(default_factory=dict)
+    studies: dict[str, TwinStudy] = field(default_factory=dict)
+    """What became of the twins of each case."""
     reported: set[str] = field(default_factory=set)
     """The cases whose end pytest has reported."""
     exit_codes: set[ExitCode] = field(default_factory=set)
@@ -124,6 +128,7 @@ class Run:
 
 RUN = pytest.StashKey[Run]()
 RESULT = pytest.StashKey["CaseResult"]()
+STUDY = pytest.StashKey["TwinStudy"]()
 
 
 def describe(backend: Backend) -> str:
@@ -170,6 +175,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="length of a hold on a real device (default: measured for each case)",
     )
     group.addoption("--load", default=None, help="keep the device busy meanwhile: compute (default: no load)")
+    group.addoption(
+        "--twins",
+        action="store_true",
+        help="run each case once for each of its synchronizations, with that one left out, and say what was noticed",
+    )
+    group.addoption(
+        "--twin-repetitions",
+        type=int,
+        default=None,
+        metavar="N",
+        help="aimed repetitions that a twin gets (default: 1 on sim, 3 on a real device)",
+    )
+    group.addoption("--twins-json", default=None, metavar="FILE", help="write what --twins found to FILE as well")
+    group.addoption(
+        "--leave-out",
+        default=None,
+        metavar="SYNCHRONIZATION",
+        help="leave one synchronization out in every repetition, such as wait@ambient:0/user; --twins names them",
+    )
+    group.addoption(
+        "--misdirect",
+        default=None,
+        metavar="WAIT",
+        help="make one wait for another event than was asked for, as a broken runtime might",
+    )
     group.addoption(
         "--repetition-timeout",
         type=float,
@@ -234,6 +264,7 @@ def _main_run(config: pytest.Config) -> Run:
     device = resolve(option.device)
     if loads:
         require_real_device(device)
+    _check_twin_options(option)
     options = Options(
         device=device,
         seed=option.seed,
@@ -242,9 +273,43 @@ def _main_run(config: pytest.Config) -> Run:
         loads=loads,
         limit_s=option.repetition_timeout,
         stop_at_first_race=option.maxfail == 1,
+        fault=_fault(option),
+        twins=option.twins,
+        twin_repetitions=option.twin_repetitions,
     )
     worker = "controller" if distribution.is_controller(config) else "main"
     return Run(options, config.rootpath, worker)
+
+
+def _fault(option: Any) -> Fault | None:
+    for text, misdirect in ((option.leave_out, False), (option.misdirect, True)):
+        if text is not None:
+            return Fault(SynchronizationId.parse(text), misdirect)
+    return None
+
+
+def _check_twin_options(option: Any) -> None:
+    if option.leave_out is not None and option.misdirect is not None:
+        raise UsageError("--leave-out and --misdirect are two faults; give one of them.")
+    if option.misdirect is not None and SynchronizationId.parse(option.misdirect).kind != "wait":
+        raise UsageError(f"--misdirect {option.misdirect}: only the wait for an event can be misdirected.")
+    if not option.twins:
+        for name in ("--twin-repetitions", "--twins-json"):
+            if getattr(option, name.strip("-").replace("-", "_")) is not None:
+                raise UsageError(f"{name} goes with --twins, which is not given.")
+        return
+    if option.twin_repetitions is not None and option.twin_repetitions < 1:
+        raise UsageError(f"--twin-repetitions {option.twin_repetitions} runs nothing: give a number from 1 on.")
+    for name, given in (
+        ("--count", option.count > 1),
+        ("--plan", option.plan is not None),
+        ("--leave-out", option.leave_out is not None),
+        ("--misdirect", option.misdirect is not None),
+    ):
+        if given:
+            raise UsageError(f"--twins chooses plans, repetitions and what to leave out itself; leave out {name}.")
+    if option.twins_json is not None and not Path(option.twins_json).absolute().parent.is_dir():
+        raise UsageError(f"--twins-json {option.twins_json}: there is no such folder.")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -438,6 +503,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         cast("Lab", pyfuncitem.funcargs["lab"]),
         control_of(pyfuncitem),
     )
+    if run.options.twins:
+        _study_twins(pyfuncitem, case, run)
+        return True
     count = repetition_count(pyfuncitem)
 
     def numbers(cycle: int) -> Iterable[int]:
@@ -479,6 +547,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
+    from harness.campaign.twins import study_twins
+    from harness.report.twins import describe_survivors
+
+    options = run.options
+    session = run.session()
+    most = options.twin_repetitions or (1 if session.simulated else 3)
+    try:
+        study = item.stash[STUDY] = study_twins(case, most, session.turns, run.watchdog())
+    finally:
+        session.turns.end()
+    if study.survivors:
+        pytest.fail(describe_survivors(study, options), pytrace=False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -488,6 +571,9 @@ def pytest_runtest_makereport(
     if call.when == "call" and RESULT in item.stash:
         report.sidestream = item.stash[RESULT].to_json()
         del item.stash[RESULT]  # pytest keeps the items until its end
+    if call.when == "call" and STUDY in item.stash:
+        report.sidestream_twins = item.stash[STUDY].to_json()
+        del item.stash[STUDY]
     if call.excinfo is not None and isinstance(call.excinfo.value, SidestreamError):
         report.longrepr = str(call.excinfo.value)
         report.sidestream_exit_code = int(call.excinfo.value.exit_code)
@@ -511,8 +597,13 @@ class Recorder:
         from harness.report.outcome import outcome_of
 
         data = report.__dict__.pop("sidestream", None)
+        study = report.__dict__.pop("sidestream_twins", None)
         if not self._run.prints_summary:
             return
+        if study is not None:
+            from harness.campaign.twins import TwinStudy
+
+            self._run.studies[report.nodeid] = TwinStudy.from_json(study)
         code = getattr(report, "sidestream_exit_code", None)
         if data is not None:
             self._run.reported.add(report.nodeid)
@@ -579,6 +670,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if controller is not None:
         for result in controller.interrupted():
             run.results.setdefault(result.nodeid, result)
+    if run.studies:
+        _report_twins(terminalreporter, config, run)
     if not run.results:
         return
     for nodeid, result in run.results.items():
@@ -592,3 +685,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"results: {_shown(run.directory)}")
     for failure in dict.fromkeys(run.failures):
         terminalreporter.write_line(f"warning: {failure}", yellow=True)
+
+
+def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Config, run: Run) -> None:
+    from harness.report.twins import write_twins, write_twins_json
+
+    studies = [study for _, study in sorted(run.studies.items())]
+    write_twins(terminalreporter, studies, run.options)
+    path = config.option.twins_json
+    if path is None:
+        return
+    try:
+        write_twins_json(Path(path), studies, run.options)
+    except OSError as error:
+        terminalreporter.write_line(
+            f"warning: --twins-json {path}: {error.strerror}; the twins are above.", yellow=True
+        )
+    else:
+        terminalreporter.write_line(f"twins: {path}")

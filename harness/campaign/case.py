@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from harness.campaign.lab import Lab
 from harness.campaign.repetition import Repetition, run_repetition
@@ -96,11 +97,11 @@ class Case:
         if not session.simulated:
             unheld_ms = []
             for _ in range(_WARM_UPS):
-                self._once()
+                self.once(Plan())
                 unheld_ms.append(self._lab.unprepared_ms)
             self._hold.fit(max(unheld_ms[1:]))
         session.set_hold(self._hold)
-        serial = self._once(serial=True, lines=True)
+        serial = self.once(Plan(), serial=True, lines=True)
         if serial.judgement.mismatches:
             found = "; ".join(map(str, serial.judgement.mismatches))
             raise CaseError(
@@ -115,7 +116,7 @@ class Case:
             raise CaseError(
                 f"{self.nodeid} observes nothing, so no wrong value can show: end it with lab.observe(...)."
             )
-        baseline = self._once()
+        baseline = self.once(Plan())
         again = {launch.id for launch in baseline.recording.launches()}
         if again != set(launches):
             differing = ", ".join(map(str, sorted(again ^ set(launches))))
@@ -153,10 +154,24 @@ class Case:
             )
         return aimed
 
-    def _once(self, *, serial: bool = False, lines: bool = False) -> Repetition:
-        return run_repetition(
-            self._lab, self._body, 0, Plan(), serial=serial, lines=lines, with_happens_before=not serial
+    def once(self, plan: Plan, *, number: int = 0, serial: bool = False, **settings: Any) -> Repetition:
+        """Run the body once and judge it; the settings are those of ``run_repetition``.
+
+        A hold that turns out too short is lengthened for the next time.
+        """
+        repetition = run_repetition(
+            self._lab,
+            self._body,
+            number,
+            plan,
+            with_happens_before=not serial,
+            serial=serial,
+            **settings,
         )
+        if any(outcome.state is HoldState.RAN for outcome in repetition.holds):
+            self._hold.grow()
+            self._session.set_hold(self._hold)
+        return repetition
 
     def run(
         self,
@@ -203,7 +218,7 @@ class Case:
             try:
                 # The wait for the turn is no part of what the watchdog times.
                 with turns.turn(), watchdog.guard():
-                    repetition = run_repetition(self._lab, self._body, number, plan, with_happens_before=True)
+                    repetition = self.once(plan, number=number, fault=options.fault)
             except RepetitionTimeout as timeout:
                 self._time_out(timeout, number, plan, result, writer, watchdog)
                 # What the device still has to do is unknown, so nothing after this can be trusted.
@@ -272,9 +287,6 @@ class Case:
             result.describe_failure(_reason(repetition), describe(self, repetition), len(judgement.raced_by))
         writer.write(record)
         result.add(record)
-        if any(outcome.state is HoldState.RAN for outcome in repetition.holds):
-            self._hold.grow()
-            self._session.set_hold(self._hold)
 
     def _check(self, plan: Plan, discovery: Discovery) -> None:
         unknown = [launch for launch in plan.holds if launch not in discovery.launches]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from harness.observe.synchronizations import Fault
 from harness.perturb.plan import Plan
 
 DEFAULT_LIMIT_S = 120.0
@@ -26,3 +27,9 @@ class Options:
     stop_at_first_race: bool = False
     turns: str | None = None
     """The file by which workers on one GPU take turns, or None where none share one."""
+    fault: Fault | None = None
+    """The synchronization that goes wrong in every repetition."""
+    twins: bool = False
+    """Whether to study the twins of each case rather than to repeat it."""
+    twin_repetitions: int | None = None
+    """How many aimed repetitions a twin gets; None for one on the simulator and three on a real device."""

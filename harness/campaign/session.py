@@ -31,6 +31,8 @@ class Session:
         # One thread a worker: the simulator's kernels are tiny, and workers share the cores.
         torch.set_num_threads(1)
         self.options = options
+        self._announce = announce
+        self._tapped = False
         self.backend: Backend = open_backend(options.device, announce)
         self.simulated = isinstance(self.backend, SimulatedBackend)
         self._native = self._open_native(announce)
@@ -49,6 +51,8 @@ class Session:
         finally:
             self.turns.end()
         self._pool = StreamPool(self.backend.device.type, self._load.stream_ids if self._load else ())
+        if options.twins or options.fault is not None:
+            self.use_tap()
 
     def _warm_up(self) -> None:
         # The first operations of a process import parts of torch and create the device's context, which takes seconds;
@@ -90,6 +94,14 @@ class Session:
         if self._load is not None:
             self._load.pause()
 
+    def use_tap(self) -> None:
+        """Let synchronizations be seen and left out from now on, until the session is closed."""
+        from harness.observe import tap
+
+        function = self._native.last_entry_function() if self.simulated else None
+        self.instrument.use_tap(tap.observe_synchronizations(self.backend.device.type, function, self._announce))
+        self._tapped = True
+
     def lab(self) -> Lab:
         """A new lab, for one case."""
         return Lab(self.backend, self.instrument, self._pool)
@@ -116,6 +128,10 @@ class Session:
     def close(self) -> None:
         """End the turn and stop the load."""
         self.turns.close()
+        if self._tapped:
+            from harness.observe import tap
+
+            tap.ignore_synchronizations()
         if self._load is not None:
             self._load.stop()
             self._load = None

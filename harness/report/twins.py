@@ -1,0 +1,234 @@
+"""What became of the twins: kill rates by family and by issuer, the survivors, and where the oracles disagree."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import statistics
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from harness.campaign.options import Options
+from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, VALUES, Twin, TwinStudy
+from harness.report.outcome import counted
+
+_LEAST_WIDTH = 170
+_MOST_LISTED = 12
+"""Of survivors, and of disagreements; they come in dozens, one a parametrization."""
+
+ENGINE = (
+    ("InputBuffer::add", "wait", "of the summing stream for a further producer"),
+    ("InputBuffer::add", "record_stream", "for the stream that consumes or sums a gradient"),
+    ("Engine::evaluate_function", "wait", "of a node for the producers of its gradients"),
+    ("GraphTask::exec_post_processing", "wait", "of the caller for the streams of the leaves"),
+)
+"""The functions of the autograd engine that synchronize streams (torch/csrc/autograd/input_buffer.cpp, engine.cpp)."""
+
+
+def replay_command(nodeid: str, twin: Twin, options: Options) -> str:
+    """The command that runs one twin again, under the plan that was aimed at it."""
+    parts = ["python", "-m", "pytest", nodeid, "--device", options.device, "--plan", twin.plan]
+    return shlex.join([*parts, "--leave-out", twin.synchronization])
+
+
+def describe_survivors(study: TwinStudy, options: Options) -> str:
+    """The text of a case whose twins were not all noticed."""
+    lines = [f"{counted(len(study.survivors), 'twin')} survived: nothing notices when the synchronization is left out"]
+    for twin in study.survivors:
+        lines += [
+            f"  left out {twin.where}",
+            f"  why      {twin.note}",
+            f"  plan     {twin.plan}",
+            f"  replay   {replay_command(study.nodeid, twin, options)}",
+        ]
+    lines.append("  Observe what it orders, or show that no program could.")
+    return "\n".join(lines)
+
+
+def write_twins(reporter: pytest.TerminalReporter, studies: Sequence[TwinStudy], options: Options) -> None:
+    """Write the tables, the survivors and the disagreements."""
+    reporter.write_sep("=", f"sidestream: twins of {counted(len(studies), 'case')} on {options.device}")
+    terminal = reporter._tw
+    buffer = io.StringIO()
+    width = max(_LEAST_WIDTH, terminal.fullwidth)
+    console = Console(file=buffer, width=width, force_terminal=terminal.hasmarkup, highlight=False)
+    console.print(_by_family(studies))
+    console.print(_by_issuer(studies))
+    for line in conclusions(studies, options):
+        console.print(line, soft_wrap=True, markup=False)
+    for line in buffer.getvalue().splitlines():
+        reporter.write_line(line.rstrip())
+
+
+def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
+    """What the twins prove, in sentences; then the survivors and the disagreements, each with its replay."""
+    twins = [twin for study in studies for twin in study.twins]
+    score = summary(twins)
+    controls = sum(study.control for study in studies)
+    lines = [
+        f"{counted(score['twins'], 'twin')}: {score['killed']:,} killed, {score['redundant']:,} redundant (the others "
+        f"imply the order), {score['survived']:,} survived."
+    ]
+    if score["twins"] > score["redundant"]:
+        lines.append(
+            f"Kill rate: {_rate(score['kill_rate'])}; by values alone {_rate(score['kill_rate_values'])}, by "
+            f"happens-before alone {_rate(score['kill_rate_happens_before'])}."
+        )
+    if score["repetitions_to_kill_median"] is not None:
+        lines.append(
+            f"Aimed repetitions until a value was wrong: median {score['repetitions_to_kill_median']:g}, at most "
+            f"{score['repetitions_to_kill_max']}."
+        )
+    if controls:
+        lines.append(f"{counted(controls, 'control')} without twins: unsafe as they are.")
+    for title, outcome in (("survivor", SURVIVED), ("disagreement", KILLED)):
+        noted = [(study, twin) for study in studies for twin in study.twins if twin.outcome == outcome and twin.note]
+        for study, twin in noted[:_MOST_LISTED]:
+            lines.append(f"{title}: {study.nodeid} without {twin.where}: {twin.note}.")
+            lines.append(f"  replay   {replay_command(study.nodeid, twin, options)}")
+        if len(noted) > _MOST_LISTED:
+            lines.append(f"{counted(len(noted) - _MOST_LISTED, f'further {title}')}: --twins-json names them all.")
+    return lines
+
+
+def summary(twins: Iterable[Twin]) -> dict[str, Any]:
+    """The figures of some twins: counts, rates in 0 to 1 of those that are not redundant (None if all are)."""
+    twins = list(twins)
+    judged = [twin for twin in twins if twin.outcome != REDUNDANT]
+    to_kill = [twin.repetitions_to_kill for twin in twins if twin.repetitions_to_kill is not None]
+
+    def rate(kills: int) -> float | None:
+        return kills / len(judged) if judged else None
+
+    by_values = sum(VALUES in twin.killed_by for twin in judged)
+    by_happens_before = sum(HAPPENS_BEFORE in twin.killed_by for twin in judged)
+    killed = sum(twin.outcome == KILLED for twin in twins)
+    return {
+        "twins": len(twins),
+        "killed": killed,
+        "killed_by_values": by_values,
+        "killed_by_happens_before": by_happens_before,
+        "redundant": len(twins) - len(judged),
+        "survived": len(judged) - killed,
+        "kill_rate": rate(killed),
+        "kill_rate_values": rate(by_values),
+        "kill_rate_happens_before": rate(by_happens_before),
+        "repetitions_to_kill_median": statistics.median(to_kill) if to_kill else None,
+        "repetitions_to_kill_max": max(to_kill, default=None),
+    }
+
+
+def write_twins_json(path: Path, studies: Sequence[TwinStudy], options: Options) -> None:
+    """Write everything that is known of the twins, proofs included, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    every = [twin for study in studies for twin in study.twins]
+    data = {
+        "device": options.device,
+        "summary": summary(every),
+        "families": {name: summary(twins) for name, twins in _families(studies).items()},
+        "issuers": [
+            {"issuer": issuer, "kind": kind, "issued": issued, **summary(twins)}
+            for (issuer, kind), (issued, twins) in _issuers(studies).items()
+        ],
+        "cases": [study.to_json() for study in studies],
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file, indent=1)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _rate(rate: float | None) -> str:
+    return "none" if rate is None else f"{rate:.1%}"
+
+
+def _families(studies: Iterable[TwinStudy]) -> dict[str, list[Twin]]:
+    families: dict[str, list[Twin]] = {}
+    for study in studies:
+        if not study.control:
+            families.setdefault(study.nodeid.partition("[")[0], []).extend(study.twins)
+    return families
+
+
+def _issuers(studies: Sequence[TwinStudy]) -> dict[tuple[str, str], tuple[int, list[Twin]]]:
+    """By issuer and kind; the engine's own functions first, also those that were never reached."""
+    issued: dict[tuple[str, str], int] = {(issuer, kind): 0 for issuer, kind, _ in ENGINE}
+    twins: dict[tuple[str, str], list[Twin]] = {}
+    for study in studies:
+        for key, number in study.issued.items():
+            issuer, _, kind = key.rpartition(" ")
+            if kind != "record":
+                issued[issuer, kind] = issued.get((issuer, kind), 0) + number
+        for twin in study.twins:
+            twins.setdefault((twin.issuer, twin.kind), []).append(twin)
+    return {key: (number, twins.get(key, [])) for key, number in issued.items()}
+
+
+_COLUMNS = ("twins", "by values", "by happens-before", "redundant", "survivors", "kill rate", "to kill")
+
+
+def _new_table(*first: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in first:
+        table.add_column(name, no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(twins: Sequence[Twin]) -> tuple[str, ...]:
+    score = summary(twins)
+    median, most = score["repetitions_to_kill_median"], score["repetitions_to_kill_max"]
+    return (
+        f"{score['twins']:,}",
+        f"{score['killed_by_values']:,}",
+        f"{score['killed_by_happens_before']:,}",
+        f"{score['redundant']:,}",
+        f"{score['survived']:,}",
+        _rate(score["kill_rate"]),
+        "" if median is None else f"{median:g}, {most}",
+    )
+
+
+def _style(twins: Iterable[Twin]) -> str:
+    return "red" if any(twin.outcome == SURVIVED for twin in twins) else ""
+
+
+def _by_family(studies: Sequence[TwinStudy]) -> Table:
+    table = _new_table("family")
+    file = None
+    for name, twins in _families(studies).items():
+        path, _, test = name.partition("::")
+        if path != file:
+            file = path
+            table.add_row(f"[bold]{path}[/bold]")
+        table.add_row("  " + test, *_cells(twins), style=_style(twins))
+    return table
+
+
+def _by_issuer(studies: Sequence[TwinStudy]) -> Table:
+    table = _new_table("issuer", "synchronization")
+    what = {(issuer, kind): text for issuer, kind, text in ENGINE}
+    for (issuer, kind), (issued, twins) in _issuers(studies).items():
+        text = kind + (f" {what[issuer, kind]}" if (issuer, kind) in what else "")
+        if not issued:
+            table.add_row(issuer, text, "not reached", style="yellow")
+        else:
+            table.add_row(issuer, text, *_cells(twins), style=_style(twins))
+    return table
