@@ -80,6 +80,11 @@ class Case:
         self.discovery: Discovery | None = None
         self._running: tuple[int, Plan] | None = None
 
+    @property
+    def can_poison(self) -> bool:
+        """Whether the device's memory can be poisoned while the case runs."""
+        return self._session.instrument.can_poison
+
     def where(self) -> str | None:
         """Which repetition is running, in words; None before the first."""
         if self._running is None:
@@ -154,6 +159,11 @@ class Case:
             )
         return aimed
 
+    def _fault(self) -> dict[str, Any]:
+        fault = self._session.options.fault
+        # As the twins are run, which this is to replay.
+        return {} if fault is None else {"fault": fault, "poison_memory": self.can_poison}
+
     def once(self, plan: Plan, *, number: int = 0, serial: bool = False, **settings: Any) -> Repetition:
         """Run the body once and judge it; the settings are those of ``run_repetition``.
 
@@ -218,7 +228,7 @@ class Case:
             try:
                 # The wait for the turn is no part of what the watchdog times.
                 with turns.turn(), watchdog.guard():
-                    repetition = self.once(plan, number=number, fault=options.fault)
+                    repetition = self.once(plan, number=number, **self._fault())
             except RepetitionTimeout as timeout:
                 self._time_out(timeout, number, plan, result, writer, watchdog)
                 # What the device still has to do is unknown, so nothing after this can be trusted.

@@ -34,7 +34,6 @@ REDUNDANT = "redundant"
 SURVIVED = "survived"
 
 ORDERED_NOTHING = "it orders nothing that anyone looks at: no two accesses of the case race without it"
-UNSEEN = "no oracle noticed"
 
 
 @dataclass(slots=True)
@@ -102,8 +101,9 @@ class _Runs:
             self.case.discover()
 
     def once(self, plan: Plan, **settings: Any) -> Repetition:
+        # Poisoned, so that a stale read finds neither what it should nor what was right the last time.
         with self._turns.turn(), self._watchdog.guard():
-            return self.case.once(plan, **settings)
+            return self.case.once(plan, poison_memory=self.case.can_poison, **settings)
 
 
 def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watchdog) -> TwinStudy:
@@ -195,7 +195,7 @@ def _study(runs: _Runs, complete: Repetition, left_out: Synchronization, most_re
     elif proof is not None:
         twin.outcome = REDUNDANT
     else:
-        twin.note = ORDERED_NOTHING if case.has_happens_before else UNSEEN
+        twin.note = ORDERED_NOTHING
     return twin
 
 

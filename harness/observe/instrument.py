@@ -99,24 +99,28 @@ class Instrument:
         schedule: Schedule = SUBMISSION_ORDER,
         serial: bool = False,
         lines: bool = False,
-        poison_freed: bool = False,
+        poison_memory: bool = False,
         synchronizations: bool = False,
         fault: Fault | None = None,
     ) -> None:
         """Start a repetition under ``plan``; every stream that the plan names must have its name already.
 
         ``serial`` completes each launch before the next is enqueued. ``lines`` records where the caller's code
-        enqueued each launch, which costs a walk up the Python stack a launch. ``poison_freed`` fills each block of
-        device memory with 0xFF on its owning stream when it is freed, unless ``record_stream`` defers its reuse: as
-        whoever is given it next might write it. So a missing ``record_stream`` has a value that shows.
-        ``synchronizations`` records who issued which, some twenty microseconds each; ``fault`` says which one goes wrong.
-        Both need a tap (``use_tap``).
+        enqueued each launch, which costs a walk up the Python stack a launch.
+
+        ``poison_memory`` fills each block of device memory with 0xFF on its owning stream: when it is freed, unless
+        ``record_stream`` defers its reuse, as whoever is given it next might write it; and when it is handed out,
+        before anything is written there. So a missing ``record_stream`` has a value that shows, and a stale read does
+        not find what was right the last time.
+
+        ``synchronizations`` records who issued which, some twenty microseconds each; ``fault`` says which one goes
+        wrong. Both need a tap (``use_tap``).
 
         Raises:
             UsageError: the accelerator has no such schedule or cannot fill freed memory, or the schedule does not go
                 with the rest.
         """
-        self._check(plan, schedule, serial, poison_freed)
+        self._check(plan, schedule, serial, poison_memory)
         self._plan = plan
         self._schedule = schedule
         holds = []
@@ -124,9 +128,9 @@ class Instrument:
             key = self.names.key(launch.stream)
             # A stream that does not exist yet cannot be held: the outcome will say that the launch was missing.
             holds.append((*(key or (-1, -1)), launch.index))
-        if poison_freed != self._poisons:
-            self._native.set_poisoning(poison_freed)
-            self._poisons = poison_freed
+        if poison_memory != self._poisons:
+            self._native.set_poisoning(poison_memory)
+            self._poisons = poison_memory
         if schedule != SUBMISSION_ORDER:
             self._set_schedule(schedule)
         try:
@@ -141,8 +145,8 @@ class Instrument:
             how = "misdirect" if fault is not None and fault.misdirect else "leave out"
             self._tap.begin_synchronizations(target, how, lines)
 
-    def _check(self, plan: Plan, schedule: Schedule, serial: bool, poison_freed: bool) -> None:
-        if poison_freed and not self.can_poison:
+    def _check(self, plan: Plan, schedule: Schedule, serial: bool, poison_memory: bool) -> None:
+        if poison_memory and not self.can_poison:
             raise UsageError("freed memory of this device cannot be filled: its runtime was not found.")
         if schedule != SUBMISSION_ORDER and not hasattr(self._native, "set_schedule"):
             raise UsageError(
@@ -155,7 +159,7 @@ class Instrument:
                 f"the plan {plan} does not go with the schedule {schedule}: a hold keeps a launch for as long as it "
                 f"can, and {schedule.kind} decides itself how long; hold under the schedule 'submission'."
             )
-        if poison_freed:
+        if poison_memory:
             raise UsageError(
                 f"filling freed memory does not go with the schedule {schedule}, which would count it as launches; "
                 "fill it under the schedule 'submission'."
@@ -212,9 +216,14 @@ class Instrument:
             for launch, (state, file, line) in zip(self._plan.holds, raw_holds, strict=True)
         ]
         trace, places = self._translate(raw_entries)
-        synchronizations = translate(raw_synchronizations, self.names, places)
+        synchronizations = translate(raw_synchronizations, self.names, self._by_mark(places))
         _bind_to_what_was_asked(trace, synchronizations)
         return Recording(trace, outcomes, report, synchronizations)
+
+    def _by_mark(self, places: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        # The simulator's entries stay where they are; the tap's move, and have marks.
+        marks = self._native.entry_marks() if hasattr(self._native, "entry_marks") else range(len(places))
+        return dict(zip(marks, places, strict=True))
 
     def _translate(self, raw_entries: list[tuple[Any, ...]]) -> tuple[Trace, list[tuple[int, ...]]]:
         """The trace, and for each raw entry its places in it."""

@@ -8,6 +8,7 @@ A synchronization is what orders streams or the host: an event recorded or waite
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +101,15 @@ class Fault:
         return (target.kind, *(names.key(target.stream) or (-1, -1)), target.issuer, target.index)
 
 
-def translate(raw: list[tuple[Any, ...]], names: StreamNames, places: list[tuple[int, ...]]) -> list[Synchronization]:
+def translate(
+    raw: list[tuple[Any, ...]], names: StreamNames, places: Mapping[int, tuple[int, ...]]
+) -> list[Synchronization]:
     """The native list in the harness' words.
 
     Args:
         raw: what ``finish_synchronizations`` gave.
         names: names of streams.
-        places: for each entry of the device's raw trace, where it is in the translated one.
+        places: where each entry of the device's raw trace is in the translated one, by what the device calls it.
     """
     made = []
     for kind, device, stream, issuer, index, node, file, line, recorded, entry, left_out in raw:

@@ -21,15 +21,15 @@ from harness.campaign.options import Options
 from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, VALUES, Twin, TwinStudy
 from harness.report.outcome import counted
 
-_LEAST_WIDTH = 170
+_LEAST_WIDTH = 165
 _MOST_LISTED = 12
 """Of survivors, and of disagreements; they come in dozens, one a parametrization."""
 
 ENGINE = (
-    ("InputBuffer::add", "wait", "of the summing stream for a further producer"),
-    ("InputBuffer::add", "record_stream", "for the stream that consumes or sums a gradient"),
-    ("Engine::evaluate_function", "wait", "of a node for the producers of its gradients"),
-    ("GraphTask::exec_post_processing", "wait", "of the caller for the streams of the leaves"),
+    ("InputBuffer::add", "wait", "to sum"),
+    ("InputBuffer::add", "record_stream", "of a gradient"),
+    ("Engine::evaluate_function", "wait", "before a node"),
+    ("GraphTask::exec_post_processing", "wait", "at the end"),
 )
 """The functions of the autograd engine that synchronize streams (torch/csrc/autograd/input_buffer.cpp, engine.cpp)."""
 

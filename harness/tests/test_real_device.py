@@ -313,11 +313,11 @@ def test_a_copy_between_devices_orders_both_streams(tap: Tap) -> None:
 # Happens-before: what the tap knows of memory.
 
 
-def judged(native: Tap, program: Callable[[], object], *, poison_freed: bool = False) -> tuple[Trace, list[Race]]:
+def judged(native: Tap, program: Callable[[], object], *, poison_memory: bool = False) -> tuple[Trace, list[Race]]:
     """The trace of a program, run once to load its kernels and once observed, and what races in it."""
     instrument = Instrument(native, StreamNames())
     for _ in range(2):
-        instrument.begin(Plan(), poison_freed=poison_freed)
+        instrument.begin(Plan(), poison_memory=poison_memory)
         try:
             program()
         finally:

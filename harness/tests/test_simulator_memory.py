@@ -223,8 +223,8 @@ def test_filling_does_not_go_with_a_schedule_that_would_count_it(native: ModuleT
     instrument = Instrument(native, StreamNames())
     assert instrument.can_poison
     with pytest.raises(UsageError, match="fill it under the schedule 'submission'"):
-        instrument.begin(Plan(), schedule=RandomWalk(seed=1), poison_freed=True)
-    instrument.begin(Plan(), poison_freed=True)
+        instrument.begin(Plan(), schedule=RandomWalk(seed=1), poison_memory=True)
+    instrument.begin(Plan(), poison_memory=True)
     value = filled(997, 1.0)
     del value
     value = torch.empty(997, device="sim")

@@ -59,6 +59,9 @@ c10::DataPtr Allocator::allocate(size_t size_bytes) {
     block = list.back();
     list.pop_back();
     block->cached = false;
+    if (poisons_ && scheduler.traces()) {
+      scheduler.fill_locked(owner, block->memory, kPoison, rounded);
+    }
   } else {
     void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(rounded));
     TORCH_CHECK_WITH(

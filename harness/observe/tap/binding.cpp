@@ -193,6 +193,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("begin_repetition", &begin_repetition, py::arg("holds"), py::arg("serial"), py::arg("lines"));
   module.def("set_preparing", [](bool on) { repetition().set_preparing(on); }, py::arg("on"));
   module.def("finish_repetition", &finish_repetition);
+  module.def("entry_marks", [] {
+    std::vector<int64_t> marks;
+    for (const auto& entry : repetition().entries()) {
+      marks.push_back(entry.mark);
+    }
+    return marks;
+  });
   module.def(
       "set_ignored_prefixes",
       [](std::vector<std::string> prefixes) { set_ignored_prefixes(std::move(prefixes)); },

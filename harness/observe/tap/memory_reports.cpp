@@ -54,7 +54,11 @@ class MemoryReports final : public profiler::ProfilerStateBase {
     const bool traced = !repetition().preparing();
     if (size > 0) {
       const Bytes bytes{device.index(), start, start + static_cast<uint64_t>(size)};
-      repetition().allocated(bytes, key_of(device_guard()->getStream(device)), traced);
+      const auto owner = device_guard()->getStream(device);
+      repetition().allocated(bytes, key_of(owner), traced);
+      if (traced && poisons.load(std::memory_order_relaxed)) {
+        fill_with_poison(pointer, static_cast<size_t>(size), owner);
+      }
       return;
     }
     const Bytes bytes{device.index(), start, start + static_cast<uint64_t>(-size)};

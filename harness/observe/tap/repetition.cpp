@@ -11,7 +11,7 @@
 namespace sidestream {
 namespace {
 
-thread_local int64_t last_entry = -1;
+thread_local int64_t last_entry = -1; // its mark
 
 } // namespace
 
@@ -55,6 +55,7 @@ void Repetition::begin(const std::vector<std::pair<StreamKey, int64_t>>& holds, 
   streams_.clear();
   recordings_.clear();
   recordings_made_ = 0;
+  marks_ = 0;
   ++number_;
   memory_.clear();
   storages_.clear();
@@ -169,7 +170,7 @@ void Repetition::launch_returned(
 }
 
 Entry& Repetition::append(Entry entry) {
-  last_entry = static_cast<int64_t>(entries_.size());
+  entry.mark = last_entry = ++marks_;
   const auto& launch = this_thread().launch;
   if (launch.repetition == number_) {
     entry.launch = launch.entry;

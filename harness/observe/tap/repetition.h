@@ -34,6 +34,7 @@ struct Entry {
   std::vector<int64_t> recordings{}; // that an allocation waited for, or that the reuse of a freed block must wait for
   std::vector<AccessedBytes> accesses{}; // of a launch
   int64_t launch = -1; // the entry of the launch that this is part of
+  int64_t mark = -1; // tells it from others wherever it is moved to; launches have none
 };
 
 // A launch in the trace.
@@ -177,6 +178,7 @@ class Repetition {
   std::unordered_map<void*, Recording> recordings_;
   std::vector<Hold> holds_;
   int64_t recordings_made_ = 0;
+  int64_t marks_ = 0;
   uint64_t number_ = 0; // of the repetition in this process
   DeviceMemory memory_;
   std::vector<Bytes> storages_; // that accesses are part of
@@ -186,7 +188,7 @@ class Repetition {
 
 Repetition& repetition();
 
-// The index of the entry that this thread added to the trace last, or -1; forgets it.
+// The mark of the entry that this thread added to the trace last, or -1; forgets it.
 int64_t take_last_entry();
 
 class HostSync {

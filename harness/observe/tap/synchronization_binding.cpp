@@ -121,7 +121,8 @@ py::object call_around_guard(
       case SynchronizationKind::SynchronizeDevice:
         return synchronize(HostSync::of_device(on.device, traced));
       case SynchronizationKind::RecordStream:
-        return unseen_call();
+        unseen_call();
+        return repetition().stream_recorded(on.device, handle, on);
     }
   };
   if (synchronizations().armed() && !this_thread().ignored) {

@@ -33,7 +33,7 @@ struct Synchronization {
   SourceLine line;
   int64_t index = 0; // among those of the same kind, stream and issuer
   int64_t recorded = -1; // of an event: the position here of the recording that it has
-  int64_t entry = -1; // its index in the trace of the device
+  int64_t entry = -1; // what whoever traces the device calls its entry there
   bool left_out = false;
 };
 
@@ -51,7 +51,7 @@ enum class Fault : uint8_t {
   Misdirect, // a wait is made for another event than was asked for, as a broken runtime might
 };
 
-// Gives the index of the entry that this thread added last to the device's trace, or -1, and forgets it.
+// Gives what whoever traces the device calls the entry that this thread added last, or -1, and forgets it.
 using TakeLastEntry = int64_t (*)();
 
 class Synchronizations {
