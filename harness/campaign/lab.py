@@ -82,6 +82,7 @@ _Kept = TypeVar("_Kept")
 class _Staged:
     """An observation whose copy has been enqueued."""
 
+    observed: torch.Tensor
     sink: torch.Tensor
     expected: torch.Tensor
     line: SourceLine
@@ -103,6 +104,7 @@ class Lab:
         self._sinks: list[torch.Tensor] = []
         self._staged: list[_Staged] = []
         self._kept: list[object] = []
+        self._observations = 0
         self._prepared_at = 0.0
         self.unprepared_ms = 0.0
         """How long the last repetition took from the end of its preparations to the end of its work: what a hold has
@@ -200,7 +202,9 @@ class Lab:
     def observe(self, tensor: torch.Tensor | None, expected: float | torch.Tensor) -> None:
         """Copy a tensor on the current stream, without host synchronization; the harness compares it later, bit by bit.
 
-        A tensor on the host is copied at once, by the host: the case reads it here.
+        A tensor on the host is copied at once, by the host: the case reads it here. One on the device is overwritten
+        after the repetition, with NaN (other types than floating-point ones with -1): its memory is used again in the
+        next one, where a stale read must not find the value that was right this time.
 
         Args:
             tensor: what the case would use here.
@@ -225,8 +229,7 @@ class Lab:
                 self._sinks[position:] = [torch.empty_like(observed, memory_format=torch.contiguous_format)]
         sink = self._sinks[position]
         sink.copy_(observed, non_blocking=True)
-        self._kept.append(observed)
-        self._staged.append(_Staged(sink, self._constant(expected, observed), line))
+        self._staged.append(_Staged(observed, sink, self._constant(expected, observed), line))
 
     # What the campaign uses.
 
@@ -240,15 +243,28 @@ class Lab:
         """End the repetition; all work is complete afterwards."""
         recording = self._instrument.finish()
         self.unprepared_ms = (time.perf_counter() - self._prepared_at) * 1e3
+        self._observations = len(self._staged)
         # What the body enqueued without PyTorch's knowledge, on streams that it has from the lab.
         self._synchronize()
         observations = [
-            Observation(f"observation {number}", staged.line, staged.expected, staged.sink.cpu())
+            Observation(f"observation {number}", staged.line, staged.expected.cpu(), staged.sink.cpu())
             for number, staged in enumerate(self._staged)
         ]
+        self._spoil_observed()
         # Only now: what the case observed or was given must not be freed, and its memory reused, while it runs.
         self._kept.clear()
+        self._staged.clear()
         return recording, observations
+
+    def _spoil_observed(self) -> None:
+        for observed in (staged.observed for staged in self._staged):
+            if observed.device.type != self.device.type:
+                continue
+            # An expanded tensor has many elements in one place, where a write would be refused.
+            once = observed[tuple(slice(1) if stride == 0 else slice(None) for stride in observed.stride())]
+            once.fill_(float("nan") if once.is_floating_point() or once.is_complex() else -1)
+        if self._staged:
+            torch.accelerator.current_stream().synchronize()
 
     def _synchronize(self) -> None:
         # Not the whole device: that would wait for the load as well.
@@ -258,7 +274,7 @@ class Lab:
     @property
     def observations(self) -> int:
         """How many observations the last repetition staged."""
-        return len(self._staged)
+        return self._observations
 
     def stream_names(self) -> list[str]:
         """Every stream name that a plan may use here."""

@@ -415,6 +415,17 @@ def test_a_hold_of_a_launch_that_never_comes_is_inconclusive(own_lab):
     assert repetition.judgement.verdict is Verdict.INCONCLUSIVE
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.bool])
+def test_what_was_observed_is_overwritten_after_the_repetition(own_lab, dtype):
+    tensor = torch.zeros(2, 3, dtype=dtype, device=own_lab.device)
+    own_lab.begin(Plan())
+    own_lab.observe(tensor[:, 1:], torch.zeros(2, 2, dtype=dtype))
+    own_lab.observe(tensor[0, :1].expand(4), torch.zeros(4, dtype=dtype))
+    own_lab.finish()
+    spoiled = tensor.cpu() != 0  # so is NaN
+    assert spoiled.tolist() == [[True, True, True], [False, True, True]]
+
+
 def test_a_body_that_raises_leaves_no_work_behind(own_lab):
     tensor = torch.zeros(4, device=own_lab.device)
     own_lab.stream("fill")
@@ -422,7 +433,7 @@ def test_a_body_that_raises_leaves_no_work_behind(own_lab):
     def body() -> None:
         with own_lab.stream("fill"):
             tensor.fill_(5.0)
-        own_lab.observe(tensor, 5.0)
+        own_lab.observe(torch.zeros(4, device=own_lab.device), 0.0)
         raise ZeroDivisionError("from the body")
 
     with pytest.raises(ZeroDivisionError, match="from the body"):
