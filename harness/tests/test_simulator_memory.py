@@ -154,7 +154,7 @@ def read_and_free(
         with preparing(native):
             seen = filled(100, -1.0)
             with owner:
-                value = filled(100, 1.0)
+                value, other = filled(100, 1.0), filled(100, 1.0)
         with owner:
             value.add_(1)
         reader.wait_stream(owner)
@@ -165,6 +165,8 @@ def read_and_free(
         if waits:
             owner.wait_stream(reader)
         del value
+        with owner:
+            other.add_(1)
     return seen[:2].tolist(), result
 
 

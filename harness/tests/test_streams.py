@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.errors import UsageError
 from harness.observe.holds import HoldOutcome, HoldState
 from harness.observe.instrument import Instrument, ignored_prefixes
 from harness.observe.streams import StreamNames
@@ -129,6 +130,19 @@ def test_outcomes_belong_to_the_launches_of_the_plan(native, instrument):
         HoldOutcome(holds[2], HoldState.RAN, None),
         HoldOutcome(holds[3], HoldState.MISSING, None),
     ]
+
+
+def test_freed_memory_is_filled_where_that_can_be_had(native, instrument):
+    instrument.begin(Plan())
+    instrument.finish()
+    assert native.poisons is None
+    for wanted in (True, False):
+        instrument.begin(Plan(), poison_memory=wanted)
+        instrument.finish()
+        assert native.poisons is wanted
+    native.has_poison = False
+    with pytest.raises(UsageError, match="cannot be filled"):
+        instrument.begin(Plan(), poison_memory=True)
 
 
 def test_an_outcome_too_few_is_no_outcome(native, instrument):

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +167,7 @@ def test_it_sees_the_bytes_that_the_simulator_sees(
     tap: Tap, simulator: ModuleType, program: Callable[..., None]
 ) -> None:
     used = [*streams(2), *streams(1, device=1)]
+    gc.collect()  # what was handed out before has an owner that the tap does not know
     with repetition(tap) as result, repetition(simulator) as expected:
         program(used)
     assert comparable(result) == comparable(expected)
@@ -207,6 +209,40 @@ def test_an_output_is_written_once(tap: Tap) -> None:
     in_place, fresh = result.of_kind("launch")
     assert [access[3] for access in in_place[8]] == [True, False]
     assert [(access[0], access[3]) for access in fresh[8]] == [(in_place[8][0][0], False), (1, True)]
+
+
+def test_a_free_inside_an_operation_comes_after_the_recordings_that_it_names(tap: Tap) -> None:
+    (reader,) = streams(1)
+    with repetition(tap) as result:
+        values, indices = filled(4, 1.0), torch.zeros(4, dtype=torch.int64, device="sim")
+        values.record_stream(reader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that they are resized: one is freed before the other is handed out
+            torch.sort(filled(2000, 1.0), out=(values, indices))
+    kinds = [entry[0] for entry in result.entries]
+    record, launch = kinds.index("record"), kinds.index("launch", kinds.index("record"))
+    assert kinds[record : launch + 1] == ["record", "free", "allocate", "launch"]
+    assert result.entries[record + 1][6] == (result.entries[record][3],)
+
+
+def test_an_operation_of_somebody_else_s_does_not_write_what_operations_inside_it_made(tap: Tap) -> None:
+    library = torch.library.Library("tap_memory", "DEF")
+    library.define("nested(Tensor value) -> Tensor")
+    library.define("own(Tensor value) -> Tensor")
+    library.impl("nested", lambda value: value * 2, "PrivateUse1")
+    library.impl("own", lambda value: torch.empty_like(value), "PrivateUse1")  # as if a kernel of its own wrote it
+    with repetition(tap) as result:
+        with preparing(tap):
+            value = filled(4, 1.0)
+        results = [torch.ops.tap_memory.nested(value), torch.ops.tap_memory.own(value)]
+    del library, results
+    accesses = {entry[4]: [access[3] for access in entry[8]] for entry in result.of_kind("launch")}
+    assert accesses == {
+        "tap_memory::nested": [False],
+        "aten::mul.Tensor": [False, True],
+        "tap_memory::own": [False, True],
+    }
+    assert [entry[0] for entry in result.entries] == ["launch", "allocate", "launch", "allocate", "launch"]
 
 
 # Memory that an allocator reports.
@@ -326,12 +362,16 @@ def test_threads_of_the_case_report_their_memory_too(tap: Tap) -> None:
     assert [entry[0] for entry in result.entries] == ["allocate", "launch", "free"]
 
 
-def test_memory_of_other_devices_and_outside_repetitions_is_none_of_the_trace(tap: Tap) -> None:
+def test_memory_of_others_and_outside_repetitions_is_none_of_the_trace(tap: Tap) -> None:
     report(BASE, 512)
     with repetition(tap) as result:
         torch.ones(100).add_(1)
         with preparing(tap):
             report(BASE, 512)
+        tap.ignore_this_thread(True)
+        report(BASE + 512, 512)
+        report(BASE + 512, -512)
+        tap.ignore_this_thread(False)
     report(BASE, -512)
     assert result.entries == []
 

@@ -255,7 +255,9 @@ std::optional<StreamKey> Repetition::give_back(LiveBlock block, SourceLine line,
     }
     reused_at_once = false;
     if (traced) {
-      recordings.push_back(record(user));
+      // Stays before the free, even if that happens inside an operation whose launch comes later.
+      recordings.push_back(++recordings_made_);
+      entries_.push_back(Entry{EntryKind::Record, user, recordings.back()});
     }
   }
   memory_.must_wait(block.bytes, recordings);
