@@ -17,6 +17,7 @@ from harness.exit_codes import ExitCode
 from harness.judge.happens_before import describe as describe_access
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
+from harness.observe.synchronizations import Fault
 from harness.observe.trace import Free, HostAccess, Launch
 from harness.perturb.enumerate_plans import cycle_length, plan_for_repetition
 from harness.perturb.plan import LaunchId, Plan
@@ -218,6 +219,9 @@ class Case:
         options = self._session.options
         if options.plan is not None:
             self._check(options.plan, discovery)
+        if options.fault is not None:
+            with turns.turn(), watchdog.guard():
+                self._check_fault(options.fault)
         result.launches = len(order)
         result.oracles = _SIMULATED_ORACLES if self._session.simulated else _REAL_ORACLES
         result.cycle_length = cycle_length(len(order)) if options.plan is None else 0
@@ -297,6 +301,14 @@ class Case:
             result.describe_failure(_reason(repetition), describe(self, repetition), len(judgement.raced_by))
         writer.write(record)
         result.add(record)
+
+    def _check_fault(self, fault: Fault) -> None:
+        issued = [each.id for each in self.once(Plan(), synchronizations=True).recording.synchronizations]
+        if fault.target not in issued:
+            raise UsageError(
+                f"{self.nodeid} never issued {fault.target}, so it cannot go wrong; it issued "
+                f"{', '.join(map(str, issued)) or 'no synchronization'}."
+            )
 
     def _check(self, plan: Plan, discovery: Discovery) -> None:
         unknown = [launch for launch in plan.holds if launch not in discovery.launches]

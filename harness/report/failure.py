@@ -30,6 +30,9 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
         f"  device   {device}",
         f"  plan     {repetition.plan} (repetition {repetition.number}, seed {options.seed})",
     ]
+    if options.fault is not None:
+        done = "misdirected" if options.fault.misdirect else "left out"
+        lines.append(f"  {done} {options.fault.target}, on purpose")
     for mismatch in judgement.mismatches:
         lines.append(f"  value    {mismatch}")
         lines += _code(mismatch.line)
@@ -43,7 +46,7 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
     if judgement.disagreement:
         lines.append(f"  note     {judgement.disagreement}")
     lines.append(f"  replay   {replay_command(case.nodeid, repetition, options)}")
-    if judgement.verdict is Verdict.RACE:
+    if judgement.verdict is Verdict.RACE and options.fault is None:
         lines.append(f"  {NOT_FLAKY}")
     return "\n".join(lines)
 
@@ -62,6 +65,8 @@ def replay_command(nodeid: str, repetition: Repetition, options: Options) -> str
     parts += ["--plan", str(repetition.plan)]
     if options.hold_ms is not None:
         parts += ["--hold-ms", f"{options.hold_ms:g}"]
+    if options.fault is not None:
+        parts += ["--misdirect" if options.fault.misdirect else "--leave-out", str(options.fault.target)]
     if options.loads:
         parts += ["--load", ",".join(options.loads)]
     return shlex.join(parts)

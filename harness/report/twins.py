@@ -36,6 +36,7 @@ ENGINE = (
 
 def replay_command(nodeid: str, twin: Twin, options: Options) -> str:
     """The command that runs one twin again, under the plan that was aimed at it."""
+    # Not report/failure.py's command: that one replays a repetition, with its seed and load.
     parts = ["python", "-m", "pytest", nodeid, "--device", options.device, "--plan", twin.plan]
     return shlex.join([*parts, "--leave-out", twin.synchronization])
 
