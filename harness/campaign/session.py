@@ -51,7 +51,8 @@ class Session:
         finally:
             self.turns.end()
         self._pool = StreamPool(self.backend.device.type, self._load.stream_ids if self._load else ())
-        if options.twins or options.fault is not None:
+        # On a real device always: what goes around the device guard would be missing in the trace.
+        if options.twins or options.fault is not None or not self.simulated:
             self.use_tap()
 
     def _warm_up(self) -> None:

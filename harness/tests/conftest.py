@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from harness.campaign.options import Options
+from harness.campaign.session import Session
 
 TIMEOUT_S = 300
 _HERE = Path(__file__).parent
@@ -20,3 +24,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(_HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(scope="module")
+def tapped_session(pytestconfig: pytest.Config) -> Iterator[Session]:
+    """A session whose synchronizations are seen: on the simulator, or with ``--device cuda`` on a GPU."""
+    session = Session(Options(device="cuda" if pytestconfig.option.device.startswith("cuda") else "sim", twins=True))
+    yield session
+    session.close()
+    if session.simulated:
+        from harness.tests.simulator_support import registered
+
+        registered()  # the other tests' ignored prefixes

@@ -1,16 +1,18 @@
-"""The synchronizations of a repetition: who issued which, and what happens when one is left out or misdirected."""
+"""The synchronizations of a repetition: who issued which, and what happens when one is left out or misdirected.
+
+On the simulator, and with ``--device cuda`` on a GPU.
+"""
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from harness.campaign.lab import Lab
-from harness.campaign.options import Options
 from harness.campaign.repetition import Repetition, run_repetition
 from harness.campaign.session import Session
 from harness.errors import UsageError
@@ -20,19 +22,15 @@ from harness.observe.synchronizations import KINDS, Fault, SynchronizationId
 from harness.observe.trace import HostSync, Record, RecordStream, Wait
 from harness.perturb.plan import LaunchId, Plan
 from harness.tests.processor_time import seconds
-from harness.tests.simulator_support import registered
 
 END = "GraphTask::exec_post_processing"
 NODE = "Engine::evaluate_function"
 BUFFER = "InputBuffer::add"
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    session = Session(Options(twins=True))
-    yield session
-    session.close()
-    registered()  # the other tests' ignored prefixes
+@pytest.fixture
+def session(tapped_session: Session) -> Session:
+    return tapped_session
 
 
 @pytest.fixture
@@ -182,12 +180,16 @@ def test_what_prepares_inputs_is_not_counted(own_lab):
     assert (str(wait.id), wait.recorded, wait.entries) == ("wait@ambient:0/user", None, ())
 
 
-def test_two_threads_of_the_engine_do_not_change_the_names(own_lab):
+def test_two_threads_of_the_engine_do_not_change_the_names(session, own_lab):
+    if session.backend.device_count < 2:
+        pytest.skip("not covered: needs two devices")
+
     def body() -> None:
         leaves, losses = [], []
         for device in range(2):
             with own_lab.preparing(), own_lab.stream(f"forward{device}", device):
-                leaf = torch.full((4,), 2.0, device=f"sim:{device}", requires_grad=True)
+                where = torch.device(own_lab.device.type, device)
+                leaf = torch.full((4,), 2.0, device=where, requires_grad=True)
                 losses.append((leaf * 3.0).sum())
                 leaves.append(leaf)
         with own_lab.stream("ambient0"), own_lab.stream("ambient1", 1):
@@ -275,6 +277,36 @@ def test_only_a_wait_can_be_misdirected(own_lab):
     with pytest.raises(RuntimeError, match="only the wait for an event can be misdirected"):
         run(own_lab, seed_elsewhere(own_lab), fault=fault)
     assert run(own_lab, seed_elsewhere(own_lab)).judgement.verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_torch_cuda_orders_around_the_device_guard_is_seen(session, own_lab, ordered):
+    if session.simulated:
+        pytest.skip("not covered: torch.cuda is CUDA's")
+
+    def body() -> None:
+        fill, ambient = (
+            torch.cuda.Stream(
+                stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+            )
+            for stream in (own_lab.stream("fill"), own_lab.stream("ambient"))
+        )
+        with torch.cuda.stream(fill):
+            tensor = own_lab.poisoned(torch.empty(4, device=own_lab.device))
+            tensor.fill_(5.0)
+        if ordered:
+            event = torch.cuda.Event()
+            event.record(fill)
+            event.wait(ambient)
+        with torch.cuda.stream(ambient):
+            own_lab.observe(tensor, 5.0)
+
+    run(own_lab, body)
+    repetition = run(own_lab, body)
+    assert bool(repetition.judgement.races) is not ordered
+    assert ids(repetition) == (["record@fill:0/user", "wait@ambient:0/user"] if ordered else [])
+    if ordered:
+        assert run(own_lab, body, fault=left_out("wait@ambient:0/user")).judgement.races
 
 
 # The observer changes nothing.

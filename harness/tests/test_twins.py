@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from harness.campaign.case import Case, CaseError, Control
-from harness.campaign.options import Options
 from harness.campaign.session import Session
 from harness.campaign.turns import Turns
 from harness.campaign.twins import Twin, TwinStudy, study_twins
 from harness.campaign.watchdog import Watchdog
 from harness.exit_codes import ExitCode
 from harness.report.twins import summary
-from harness.tests.simulator_support import registered
 from harness.tests.suite_runner import CONTROL, SAFE, Suite, new_suite
 from harness.tests.test_synchronizations import END, NODE, seed_elsewhere
 
@@ -35,15 +33,12 @@ def test_with_a_wait_for_nothing(lab):
 """
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    session = Session(Options(twins=True))
-    yield session
-    session.close()
-    registered()  # the other tests' ignored prefixes
-
-
 Study = Callable[..., TwinStudy]
+
+
+@pytest.fixture
+def session(tapped_session: Session) -> Session:
+    return tapped_session
 
 
 @pytest.fixture
