@@ -10,8 +10,11 @@ import torch
 
 from harness.campaign.options import Options
 from harness.campaign.session import Session
+from harness.perturb.hold import HoldLength
 
 TIMEOUT_S = 300
+_HOLD_MS = 30.0
+"""On a GPU, of holds that nobody has fitted to a case."""
 _HERE = Path(__file__).parent
 
 torch.set_num_threads(1)
@@ -30,6 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def tapped_session(pytestconfig: pytest.Config) -> Iterator[Session]:
     """A session whose synchronizations are seen: on the simulator, or with ``--device cuda`` on a GPU."""
     session = Session(Options(device="cuda" if pytestconfig.option.device.startswith("cuda") else "sim", twins=True))
+    session.set_hold(HoldLength(_HOLD_MS, fixed=True))
     yield session
     session.close()
     if session.simulated:
