@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 suite_count=200
-parts=(ruff format mypy harness suite)
+parts=(ruff format mypy harness suite twins)
 
 usage() {
     cat <<END
@@ -18,6 +18,7 @@ Prepares an environment and runs, each whatever became of the one before:
     mypy       mypy
     harness    the harness's own tests: pytest harness/tests, with your pytest options
     suite      the suite on the simulated accelerator: pytest --count $suite_count --device sim
+    twins      the suite's power on it: every synchronization left out, one at a time: harness twins --device sim
 
 A table at the end names what failed; the closing lines of both pytest runs come last.
 
@@ -61,6 +62,7 @@ run_part format ruff format --check .
 run_part mypy mypy
 run_part harness pytest harness/tests -n auto --dist worksteal ${options[@]+"${options[@]}"}
 run_part suite pytest -n auto --count "$suite_count" --device sim
+run_part twins harness twins --device sim -n auto
 
 printf '\n'
 printf '%s\n' "${table[@]}"

@@ -22,11 +22,8 @@ from harness.observe.trace import Free, HostAccess, Launch
 from harness.perturb.enumerate_plans import cycle_length, plan_for_repetition
 from harness.perturb.plan import LaunchId, Plan
 
-_SIMULATED_ORACLES = 2
-"""How many oracles must see a control race on the simulated accelerator: values and happens-before."""
-_REAL_ORACLES = 1
-"""The same on a real device, where happens-before judges every repetition too, but a control need not convince it: what
-goes around PyTorch's device guard and its dispatcher is not in its trace."""
+_ORACLES = 2
+"""How many oracles must see a control race in a repetition that holds its racing access: values and happens-before."""
 
 _WARM_UPS = 3
 """Unheld runs on a real device before anything counts: kernels are loaded at their first launch, and caches fill."""
@@ -223,7 +220,7 @@ class Case:
             with turns.turn(), watchdog.guard():
                 self._check_fault(options.fault)
         result.launches = len(order)
-        result.oracles = _SIMULATED_ORACLES if self._session.simulated else _REAL_ORACLES
+        result.oracles = _ORACLES
         result.cycle_length = cycle_length(len(order)) if options.plan is None else 0
         for number in numbers(result.cycle_length or 1):
             plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)

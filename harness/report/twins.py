@@ -31,7 +31,10 @@ ENGINE = (
     ("Engine::evaluate_function", "wait", "before a node"),
     ("GraphTask::exec_post_processing", "wait", "at the end"),
 )
-"""The functions of the autograd engine that synchronize streams (torch/csrc/autograd/input_buffer.cpp, engine.cpp)."""
+"""The functions of the autograd engine that synchronize streams (torch/csrc/autograd/input_buffer.cpp, engine.cpp).
+
+Before torch 2.8, ``InputBuffer::add`` makes a node wait as well, and ``Engine::evaluate_function`` does not.
+"""
 
 
 def replay_command(nodeid: str, twin: Twin, options: Options) -> str:
