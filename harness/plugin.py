@@ -222,6 +222,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "control(reason, aim): documented as unsafe, so it must be seen to race; aim: the stream of the racing access.",
     )
+    config.addinivalue_line("markers", "contract(source): where the promise comes from that the docstring states.")
+    config.addinivalue_line("markers", "devices(count): the case needs so many devices; elsewhere it is not covered.")
     try:
         run = _worker_run(config) if hasattr(config, "workerinput") else _main_run(config)
     except SidestreamError as error:
@@ -461,7 +463,12 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 
     A test that uses it is a case: its body runs once a repetition, each under a plan that holds other launches.
     """
-    return request.config.stash[RUN].session().lab()
+    session = request.config.stash[RUN].session()
+    marker = request.node.get_closest_marker("devices")
+    needed = marker.args[0] if marker is not None else 1
+    if session.backend.device_count < needed:
+        pytest.skip(f"not covered: needs {needed} devices, and there is {session.backend.device_count}")
+    return session.lab()
 
 
 def control_of(item: pytest.Item) -> Control | None:
