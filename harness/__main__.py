@@ -106,6 +106,37 @@ def twins(
 
 
 @app.command()
+def upstream(
+    tests: Annotated[str, typer.Argument(metavar="FILE", help="a test file, of a PyTorch checkout say; or a node id")],
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or sim")] = "auto",
+    keyword: Annotated[str | None, typer.Option("-k", help="of the tests, those that match, as in pytest")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="runs that a missing synchronization gets")] = 3,
+    limit_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds that one run may take")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Leave each synchronization of somebody else's tests out, one at a time, and say which absences they notice.
+
+    A measurement, so it exits with 0 whatever the rate is, and with 5 if there was nothing to judge.
+    """
+    from harness.backends.select import resolve
+    from harness.report import upstream as report
+    from harness.report.tables import rendered
+    from harness.upstream.study import study_file
+
+    name = resolve(device)
+    studies = study_file(tests, name, keyword=keyword, repetitions=repetitions, limit_s=limit_s, announce=_announce)
+    if as_json:
+        print(json.dumps(report.to_json(studies, name), indent=1))
+    else:
+        console = Console()
+        # Rendered at a width of its own and printed as it is.
+        for line in rendered(report.tables(studies, name), console.width, colour=console.is_terminal):
+            print(line)
+    if all(study.excluded is not None for study in studies):
+        raise typer.Exit(int(ExitCode.NOTHING_RAN))
+
+
+@app.command()
 def operators(
     names: Annotated[list[str] | None, typer.Argument(help="operators to compare; without any, all")] = None,
     processes: Annotated[int, typer.Option(min=1, help="how many processes share the work")] = os.cpu_count() or 1,

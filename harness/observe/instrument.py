@@ -17,8 +17,8 @@ import torch
 from harness.errors import UsageError
 from harness.observe.holds import HoldOutcome, HoldState
 from harness.observe.schedule_report import ScheduleReport
-from harness.observe.streams import StreamNames
-from harness.observe.synchronizations import Fault, Synchronization, translate
+from harness.observe.streams import StreamNames, StreamsByAppearance
+from harness.observe.synchronizations import Fault, Synchronization, name_by_appearance, translate
 from harness.observe.trace import (
     Access,
     Allocate,
@@ -215,6 +215,8 @@ class Instrument:
             HoldOutcome(launch, HoldState(state), SourceLine(file, line) if file else None)
             for launch, (state, file, line) in zip(self._plan.holds, raw_holds, strict=True)
         ]
+        if isinstance(self.names, StreamsByAppearance):
+            name_by_appearance(raw_synchronizations, self.names)
         trace, places = self._translate(raw_entries)
         synchronizations = translate(raw_synchronizations, self.names, self._by_mark(places))
         _bind_to_what_was_asked(trace, synchronizations)

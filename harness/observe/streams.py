@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeAlias
 
 StreamKey: TypeAlias = tuple[int, int]
@@ -49,3 +50,25 @@ class StreamNames:
     def names(self) -> list[str]:
         """Every name in use, sorted."""
         return sorted(self._keys)
+
+
+class StreamsByAppearance(StreamNames):
+    """Names for the streams of code that makes its own and names none.
+
+    PyTorch hands streams out of a pool in turn, so such code has others in each repetition. They are the same by the
+    order in which they appear among the synchronizations of a repetition, for each device: ``side1``, ``side2``
+    (``side1.1`` on device 1).
+    """
+
+    _FORM = re.compile(r"(?:default|side(?P<appearance>[1-9]\d*))(?:\.(?P<device>\d+))?")
+
+    def appeared(self, key: StreamKey, appearance: int) -> None:
+        """Name a stream that was the ``appearance``-th of its device, from 1; 0 for the default stream."""
+        if appearance > 0:
+            device, _ = key
+            self.assign(f"side{appearance}" + (f".{device}" if device else ""), key)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """The device and the appearance that a name stands for; (-1, -1), which no stream has, for another name."""
+        match = self._FORM.fullmatch(name)
+        return (-1, -1) if match is None else (int(match["device"] or 0), int(match["appearance"] or 0))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import UsageError
-from harness.observe.streams import StreamNames
+from harness.observe.streams import StreamNames, StreamsByAppearance
 from harness.observe.trace import SourceLine
 
 USER = "user"
@@ -91,14 +91,23 @@ class Fault:
     """Whether the wait is made, but for another event than was asked for, as a broken runtime would; else it is left
     out."""
 
-    def native_target(self, names: StreamNames) -> tuple[str, int, int, str, int]:
+    def native_target(self, names: StreamNames) -> tuple[str, int, int, str, int, bool]:
         """What the native side calls it."""
         target = self.target
         device = re.fullmatch(r"device(\d+)", target.stream)
         if target.kind == "synchronize_device" and device:
-            return target.kind, int(device[1]), 0, target.issuer, target.index
+            return target.kind, int(device[1]), 0, target.issuer, target.index, False
+        if isinstance(names, StreamsByAppearance):
+            return (target.kind, *names.place(target.stream), target.issuer, target.index, True)
         # A stream that does not exist yet has no synchronization to leave out.
-        return (target.kind, *(names.key(target.stream) or (-1, -1)), target.issuer, target.index)
+        return (target.kind, *(names.key(target.stream) or (-1, -1)), target.issuer, target.index, False)
+
+
+def name_by_appearance(raw: list[tuple[Any, ...]], names: StreamsByAppearance) -> None:
+    """Name the streams of a repetition after the order in which they appeared; ``raw`` as for :func:`translate`."""
+    for kind, device, stream, *_, appearance in raw:
+        if kind != "synchronize_device" and device >= 0:
+            names.appeared((device, stream), appearance)
 
 
 def translate(
@@ -112,7 +121,7 @@ def translate(
         places: where each entry of the device's raw trace is in the translated one, by what the device calls it.
     """
     made = []
-    for kind, device, stream, issuer, index, node, file, line, recorded, entry, left_out in raw:
+    for kind, device, stream, issuer, index, node, file, line, recorded, entry, left_out, _ in raw:
         where = f"device{device}" if kind == "synchronize_device" else names.name((device, stream))
         made.append(
             Synchronization(

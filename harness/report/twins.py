@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
@@ -13,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from harness.campaign.options import Options
 from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, VALUES, Twin, TwinStudy
 from harness.report.outcome import counted
+from harness.report.tables import add_by_file, new_table, rate, rendered
 
-_LEAST_WIDTH = 165
 _MOST_LISTED = 12
 """Of survivors, and of disagreements; they come in dozens, one a parametrization."""
 
@@ -62,15 +59,9 @@ def write_twins(reporter: pytest.TerminalReporter, studies: Sequence[TwinStudy],
     """Write the tables, the survivors and the disagreements."""
     reporter.write_sep("=", f"sidestream: twins of {counted(len(studies), 'case')} on {options.device}")
     terminal = reporter._tw
-    buffer = io.StringIO()
-    width = max(_LEAST_WIDTH, terminal.fullwidth)
-    console = Console(file=buffer, width=width, force_terminal=terminal.hasmarkup, highlight=False)
-    console.print(_by_family(studies))
-    console.print(_by_issuer(studies))
-    for line in conclusions(studies, options):
-        console.print(line, soft_wrap=True, markup=False)
-    for line in buffer.getvalue().splitlines():
-        reporter.write_line(line.rstrip())
+    parts: list[Table | str] = [_by_family(studies), _by_issuer(studies), *conclusions(studies, options)]
+    for line in rendered(parts, terminal.fullwidth, colour=terminal.hasmarkup):
+        reporter.write_line(line)
 
 
 def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
@@ -84,8 +75,8 @@ def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
     ]
     if score["twins"] > score["redundant"]:
         lines.append(
-            f"Kill rate: {_rate(score['kill_rate'])}; by values alone {_rate(score['kill_rate_values'])}, by "
-            f"happens-before alone {_rate(score['kill_rate_happens_before'])}."
+            f"Kill rate: {rate(score['kill_rate'])}; by values alone {rate(score['kill_rate_values'])}, by "
+            f"happens-before alone {rate(score['kill_rate_happens_before'])}."
         )
     if score["repetitions_to_kill_median"] is not None:
         lines.append(
@@ -110,7 +101,7 @@ def summary(twins: Iterable[Twin]) -> dict[str, Any]:
     judged = [twin for twin in twins if twin.outcome != REDUNDANT]
     to_kill = [twin.repetitions_to_kill for twin in twins if twin.repetitions_to_kill is not None]
 
-    def rate(kills: int) -> float | None:
+    def share(kills: int) -> float | None:
         return kills / len(judged) if judged else None
 
     by_values = sum(VALUES in twin.killed_by for twin in judged)
@@ -123,9 +114,9 @@ def summary(twins: Iterable[Twin]) -> dict[str, Any]:
         "killed_by_happens_before": by_happens_before,
         "redundant": len(twins) - len(judged),
         "survived": len(judged) - killed,
-        "kill_rate": rate(killed),
-        "kill_rate_values": rate(by_values),
-        "kill_rate_happens_before": rate(by_happens_before),
+        "kill_rate": share(killed),
+        "kill_rate_values": share(by_values),
+        "kill_rate_happens_before": share(by_happens_before),
         "repetitions_to_kill_median": statistics.median(to_kill) if to_kill else None,
         "repetitions_to_kill_max": max(to_kill, default=None),
     }
@@ -158,10 +149,6 @@ def write_twins_json(path: Path, studies: Sequence[TwinStudy], options: Options)
         raise
 
 
-def _rate(rate: float | None) -> str:
-    return "none" if rate is None else f"{rate:.1%}"
-
-
 def _families(studies: Iterable[TwinStudy]) -> dict[str, list[Twin]]:
     families: dict[str, list[Twin]] = {}
     for study in studies:
@@ -187,15 +174,6 @@ def _issuers(studies: Sequence[TwinStudy]) -> dict[tuple[str, str], tuple[int, l
 _COLUMNS = ("twins", "by values", "by happens-before", "redundant", "survivors", "kill rate", "to kill")
 
 
-def _new_table(*first: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in first:
-        table.add_column(name, no_wrap=True)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _cells(twins: Sequence[Twin]) -> tuple[str, ...]:
     score = summary(twins)
     median, most = score["repetitions_to_kill_median"], score["repetitions_to_kill_max"]
@@ -205,7 +183,7 @@ def _cells(twins: Sequence[Twin]) -> tuple[str, ...]:
         f"{score['killed_by_happens_before']:,}",
         f"{score['redundant']:,}",
         f"{score['survived']:,}",
-        _rate(score["kill_rate"]),
+        rate(score["kill_rate"]),
         "" if median is None else f"{median:g}, {most}",
     )
 
@@ -215,19 +193,15 @@ def _style(twins: Iterable[Twin]) -> str:
 
 
 def _by_family(studies: Sequence[TwinStudy]) -> Table:
-    table = _new_table("family")
+    table = new_table(["family"], _COLUMNS)
     file = None
     for name, twins in _families(studies).items():
-        path, _, test = name.partition("::")
-        if path != file:
-            file = path
-            table.add_row(f"[bold]{path}[/bold]")
-        table.add_row("  " + test, *_cells(twins), style=_style(twins))
+        file = add_by_file(table, name, file, _cells(twins), _style(twins))
     return table
 
 
 def _by_issuer(studies: Sequence[TwinStudy]) -> Table:
-    table = _new_table("issuer", "synchronization")
+    table = new_table(["issuer", "synchronization"], _COLUMNS)
     what = {(issuer, kind): text for issuer, kind, text in ENGINE}
     for (issuer, kind), (issued, twins) in _issuers(studies).items():
         text = kind + (f" {what[issuer, kind]}" if (issuer, kind) in what else "")

@@ -34,14 +34,15 @@ SynchronizationKind kind_named(const std::string& name) {
   throw std::invalid_argument("there is no synchronization of the kind " + name);
 }
 
-using Name = std::tuple<std::string, int64_t, int64_t, std::string, int64_t>;
+using Name = std::tuple<std::string, int64_t, int64_t, std::string, int64_t, bool>;
 
-// `target`: kind, device, stream, issuer and index of the one to get wrong, or None; `fault` says how.
+// `target`: kind, device, stream, issuer and index of the one to get wrong, and whether the stream is named by its
+// appearance; or None. `fault` says how.
 void begin_synchronizations(const std::optional<Name>& target, const std::string& fault, bool lines) {
   std::optional<SynchronizationName> name;
   if (target.has_value()) {
-    const auto& [kind, device, stream, issuer, index] = *target;
-    name = {kind_named(kind), {static_cast<c10::DeviceIndex>(device), stream}, issuer, index};
+    const auto& [kind, device, stream, issuer, index, by_appearance] = *target;
+    name = {kind_named(kind), {static_cast<c10::DeviceIndex>(device), stream}, issuer, index, by_appearance};
   }
   if (fault != "leave out" && fault != "misdirect") {
     throw std::invalid_argument("there is no fault of the kind " + fault);
@@ -56,7 +57,7 @@ py::list finish_synchronizations() {
     const auto file = each.line.known() ? py::object(py::str(file_name(each.line.file))) : py::object(py::none());
     made.append(py::make_tuple(
         kKinds[static_cast<size_t>(each.kind)], static_cast<int>(each.on.device), each.on.stream, text(each.issuer),
-        each.index, text(each.node), file, each.line.line, each.recorded, each.entry, each.left_out));
+        each.index, text(each.node), file, each.line.line, each.recorded, each.entry, each.left_out, each.appearance));
   }
   return made;
 }

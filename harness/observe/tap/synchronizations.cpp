@@ -20,6 +20,8 @@ void Synchronizations::begin(std::optional<SynchronizationName> name, Fault faul
   const std::lock_guard lock(mutex_);
   issued_.clear();
   counts_.clear();
+  appearances_.clear();
+  appeared_.clear();
   recordings_.clear();
   name_ = std::move(name);
   fault_ = fault;
@@ -32,6 +34,17 @@ std::vector<Synchronization> Synchronizations::finish() {
   armed_.store(false, std::memory_order_release);
   const std::lock_guard lock(mutex_);
   return std::move(issued_);
+}
+
+int64_t Synchronizations::appearance_of(StreamKey stream) {
+  if (stream.stream == 0) {
+    return 0;
+  }
+  const auto [place, is_new] = appearances_.try_emplace({stream.device, stream.stream}, 0);
+  if (is_new) {
+    place->second = ++appeared_[stream.device];
+  }
+  return place->second;
 }
 
 void Synchronizations::set_preparing(bool on) {
@@ -73,7 +86,9 @@ void Synchronizations::issue(
       }
     }
     made.index = counts_[{kind, made.on.device, made.on.stream, made.issuer}]++;
-    if (name_.has_value() && name_->kind == kind && name_->on == made.on && name_->index == made.index &&
+    made.appearance = appearance_of(made.on);
+    if (name_.has_value() && name_->kind == kind && name_->on.device == made.on.device &&
+        name_->on.stream == (name_->by_appearance ? made.appearance : made.on.stream) && name_->index == made.index &&
         name_->issuer == *made.issuer) {
       fault = fault_;
     }

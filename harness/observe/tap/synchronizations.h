@@ -16,6 +16,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "repetition.h"
@@ -32,6 +33,7 @@ struct Synchronization {
   const std::string* node = nullptr; // the autograd node that is running
   SourceLine line;
   int64_t index = 0; // among those of the same kind, stream and issuer
+  int64_t appearance = 0; // of the stream; see SynchronizationName
   int64_t recorded = -1; // of an event: the position here of the recording that it has
   int64_t entry = -1; // what whoever traces the device calls its entry there
   bool left_out = false;
@@ -43,6 +45,10 @@ struct SynchronizationName {
   StreamKey on;
   std::string issuer;
   int64_t index;
+  // Whether `on.stream` is no id but the place of the stream in the order in which those of its device appeared among the
+  // synchronizations of the repetition: from 1, and 0 for the default stream. Code that makes its own streams gets others
+  // each time, since PyTorch takes them in turn from a pool (c10/cuda/CUDAStream.cpp).
+  bool by_appearance = false;
 };
 
 enum class Fault : uint8_t {
@@ -79,6 +85,9 @@ class Synchronizations {
       const std::function<void()>& misdirected);
 
  private:
+  // Expects the mutex to be held.
+  int64_t appearance_of(StreamKey stream);
+
   std::atomic<bool> armed_{false};
   std::atomic<int> preparing_{0};
   TakeLastEntry take_last_entry_ = nullptr;
@@ -86,6 +95,8 @@ class Synchronizations {
   std::mutex mutex_; // never held while calling into the device or taking the GIL
   std::vector<Synchronization> issued_;
   std::map<std::tuple<SynchronizationKind, int, int64_t, const std::string*>, int64_t> counts_;
+  std::map<std::pair<int, int64_t>, int64_t> appearances_; // of streams but for the default ones
+  std::map<int, int64_t> appeared_; // how many streams of a device did
   std::unordered_map<void*, int64_t> recordings_; // event -> position of its last Record, -1 if not traced
   std::optional<SynchronizationName> name_;
   Fault fault_ = Fault::None;
