@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -171,13 +172,27 @@ def version() -> None:
     print(f"sidestream {harness.__version__}, torch {torch.__version__}")
 
 
+def _forget_standard_output() -> None:
+    # Python flushes it once more at its end, which would fail again with a traceback.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Run a command; our own errors are one sentence and an exit code."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except SidestreamError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(int(error.exit_code))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EDQUOT):
+            raise
+        print(f"ERROR: the output could not be written: {error.strerror}. Run it again elsewhere.", file=sys.stderr)
+        _forget_standard_output()
+        sys.exit(int(ExitCode.INFRASTRUCTURE))
     except SystemExit as ended:
         # typer's code for what it cannot parse means "interrupted" here, as in pytest.
         sys.exit(int(ExitCode.USAGE) if ended.code == _TYPER_USAGE else ended.code)

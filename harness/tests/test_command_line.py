@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from harness.__main__ import app, main
 from harness.backends import extension
+from harness.tests.simulator_support import PACKAGE_ROOT
 
 
 def test_build_builds_every_extension(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +30,11 @@ def test_the_exit_code_is_one_of_our_own(monkeypatch: pytest.MonkeyPatch, argume
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code or 0) == code
+
+
+def test_a_full_disk_under_the_output_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "harness", "version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PACKAGE_ROOT)
+    assert done.returncode == 3
+    assert done.stderr == ("ERROR: the output could not be written: No space left on device. Run it again elsewhere.\n")
