@@ -7,9 +7,10 @@ Each case is collected once; its repetitions run inside one call. pytest-repeat 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from harness.campaign.store import ResultWriter
     from harness.campaign.twins import TwinStudy
     from harness.campaign.watchdog import Watchdog
+    from harness.observe.overlap import Timeline
     from harness.report.progress import Progress
 
 _LONGEST_LIMIT_S = 1e7
@@ -469,6 +471,39 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     if session.backend.device_count < needed:
         pytest.skip(f"not covered: needs {needed} devices, and there is {session.backend.device_count}")
     return session.lab()
+
+
+@pytest.fixture
+def profiled(request: pytest.FixtureRequest) -> Callable[[Callable[[], object]], Timeline]:
+    """Runs a function on a real device under PyTorch's profiler, and says which kernels and copies ran when.
+
+    The function is run three times before, so that what is loaded or allocated once does not count. The trace is kept
+    in the folder of the run's results.
+    """
+    run = request.config.stash[RUN]
+    if run.options.device == "sim":
+        pytest.skip("not covered: what runs at the same time takes a real device to see")
+    backend = run.session().backend
+
+    def profile(body: Callable[[], object]) -> Timeline:
+        import json
+
+        from torch.profiler import ProfilerActivity, profile
+
+        from harness.observe.overlap import Timeline
+
+        for _ in range(3):
+            body()
+            backend.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            body()
+            backend.synchronize()
+        path = run.directory / f"{re.sub(r'[^a-zA-Z0-9_-]+', '-', request.node.name)}.trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
+        return Timeline.of(json.loads(path.read_text()))
+
+    return profile
 
 
 def control_of(item: pytest.Item) -> Control | None:
