@@ -83,6 +83,7 @@ def twins(
     keyword: Annotated[str | None, typer.Option("-k", help="of the cases, those that match, as in pytest")] = None,
     processes: Annotated[str | None, typer.Option("-n", help="workers, as in pytest-xdist: a number or auto")] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="aimed repetitions that a twin gets")] = None,
+    csan: Annotated[bool, typer.Option("--csan", help="ask PyTorch's CUDA Sanitizer about each twin as well")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="write JUnit XML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, and pytest's output on standard error")] = False,
 ) -> None:
@@ -94,6 +95,8 @@ def twins(
     for name, value in (("-k", keyword), ("-n", processes), ("--twin-repetitions", repetitions), ("--junitxml", junit)):
         if value is not None:
             options += [name, str(value)]
+    if csan:
+        options.append("--csan")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "twins.json"
         if as_json:

@@ -65,6 +65,8 @@ class Run:
     """What went wrong beside the cases, a sentence each."""
     progress: Progress | None = None
     broken: str | None = None
+    csan_raises: type[Exception] | None = None
+    """What PyTorch's CUDA Sanitizer raises, in the process that asks it."""
     stderr_descriptor: int | None = None
     """Standard error as it was before pytest captured it."""
     _session: Session | None = None
@@ -79,8 +81,12 @@ class Run:
     def session(self) -> Session:
         """The accelerator, opened at its first use."""
         if self._session is None:
+            from harness.campaign import csan
             from harness.campaign.session import Session
 
+            if self.options.csan_folder is not None:
+                # Before anything is allocated.
+                self.csan_raises = csan.enable()
             self._session = Session(self.options, announce=_announce)
             self.device = describe(self._session.backend)
         return self._session
@@ -189,6 +195,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="aimed repetitions that a twin gets (default: 1 on sim, 3 on a real device)",
     )
+    group.addoption(
+        "--csan",
+        action="store_true",
+        help="with --twins, ask PyTorch's CUDA Sanitizer about each twin as well, in a process of its own",
+    )
     group.addoption("--twins-json", default=None, metavar="FILE", help="write what --twins found to FILE as well")
     group.addoption(
         "--leave-out",
@@ -269,6 +280,10 @@ def _main_run(config: pytest.Config) -> Run:
     if loads:
         require_real_device(device)
     _check_twin_options(option)
+    from harness.campaign import csan
+
+    if option.csan:
+        csan.require_cuda(device)
     options = Options(
         device=device,
         seed=option.seed,
@@ -280,6 +295,7 @@ def _main_run(config: pytest.Config) -> Run:
         fault=_fault(option),
         twins=option.twins,
         twin_repetitions=option.twin_repetitions,
+        csan_folder=csan.folder_of(),
     )
     worker = "controller" if distribution.is_controller(config) else "main"
     return Run(options, config.rootpath, worker)
@@ -297,6 +313,8 @@ def _check_twin_options(option: Any) -> None:
         raise UsageError("--leave-out and --misdirect are two faults; give one of them.")
     if option.misdirect is not None and SynchronizationId.parse(option.misdirect).kind != "wait":
         raise UsageError(f"--misdirect {option.misdirect}: only the wait for an event can be misdirected.")
+    if option.csan and not option.twins:
+        raise UsageError("--csan goes with --twins, which is not given.")
     if not option.twins:
         for name in ("--twin-repetitions", "--twins-json"):
             if getattr(option, name.strip("-").replace("-", "_")) is not None:
@@ -590,11 +608,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
-    from harness.campaign.twins import study_twins
+    from harness.campaign import csan
+    from harness.campaign.twins import Runs, study_twins
     from harness.report.twins import describe_survivors
 
     options = run.options
     session = run.session()
+    if options.csan_folder is not None and run.csan_raises is not None:
+        try:
+            csan.answer(Path(options.csan_folder), Runs(case, session.turns, run.watchdog()), run.csan_raises)
+        finally:
+            session.turns.end()
+        return
     most = options.twin_repetitions or (1 if session.simulated else 3)
     try:
         study = item.stash[STUDY] = study_twins(case, most, session.turns, run.watchdog())
@@ -733,6 +758,12 @@ def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Conf
     from harness.report.twins import write_twins, write_twins_json
 
     studies = [study for _, study in sorted(run.studies.items())]
+    if config.option.csan:
+        from harness.campaign import csan
+
+        warning = csan.ask(studies, run.options.device, config.rootpath, os.environ)
+        if warning is not None:
+            terminalreporter.write_line(f"warning: {warning}", yellow=True)
     write_twins(terminalreporter, studies, run.options)
     path = config.option.twins_json
     if path is None:

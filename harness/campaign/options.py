@@ -33,3 +33,5 @@ class Options:
     """Whether to study the twins of each case rather than to repeat it."""
     twin_repetitions: int | None = None
     """How many aimed repetitions a twin gets; None for one on the simulator and three on a real device."""
+    csan_folder: str | None = None
+    """The folder with the questions, in the process that asks PyTorch's CUDA Sanitizer about the twins."""

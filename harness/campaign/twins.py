@@ -60,6 +60,8 @@ class Twin:
     """The racing pair that happens-before names."""
     note: str | None = None
     """For a survivor, of what kind; for a kill that contradicts a proof or the other oracle, how."""
+    csan: bool | None = None
+    """Whether PyTorch's CUDA Sanitizer reports it (``csan.py``); None if it was not asked or cannot say."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class TwinStudy:
     issued: dict[str, int] = field(default_factory=dict)
     """How many synchronizations, records included, each issuer issued, by ``issuer kind``."""
     twins: list[Twin] = field(default_factory=list)
+    csan: bool | None = None
+    """Whether the sanitizer reports the case with nothing left out; None if it was not asked or cannot say."""
 
     @property
     def survivors(self) -> list[Twin]:
@@ -88,7 +92,7 @@ class TwinStudy:
         return cls(**{**data, "twins": [Twin(**twin) for twin in data["twins"]]})
 
 
-class _Runs:
+class Runs:
     """Runs a case, each time within the time limit and in this process' turn on the device."""
 
     def __init__(self, case: Case, turns: Turns, watchdog: Watchdog) -> None:
@@ -97,10 +101,12 @@ class _Runs:
         self._watchdog = watchdog
 
     def discover(self) -> None:
+        """Learn what the case consists of."""
         with self._turns.turn(), self._watchdog.guard():
             self.case.discover()
 
     def once(self, plan: Plan, **settings: Any) -> Repetition:
+        """Run it once; the settings are those of ``Instrument.begin``."""
         # Poisoned, so that a stale read finds neither what it should nor what was right the last time.
         with self._turns.turn(), self._watchdog.guard():
             return self.case.once(plan, poison_memory=self.case.can_poison, **settings)
@@ -122,12 +128,12 @@ def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watch
     if case.control is not None:
         return TwinStudy(case.nodeid, control=True)
     try:
-        return _study_all(_Runs(case, turns, watchdog), most_repetitions)
+        return _study_all(Runs(case, turns, watchdog), most_repetitions)
     except RepetitionTimeout as timeout:
         raise InfrastructureError(f"{case.nodeid}: {timeout}") from None
 
 
-def _study_all(runs: _Runs, most_repetitions: int) -> TwinStudy:
+def _study_all(runs: Runs, most_repetitions: int) -> TwinStudy:
     case = runs.case
     runs.discover()
     complete = runs.once(Plan(), lines=True, synchronizations=True)
@@ -144,7 +150,7 @@ def _study_all(runs: _Runs, most_repetitions: int) -> TwinStudy:
     return study
 
 
-def _check_complete(runs: _Runs, complete: Repetition) -> None:
+def _check_complete(runs: Runs, complete: Repetition) -> None:
     case = runs.case
     if complete.judgement.verdict is not Verdict.PASS:
         raise CaseError(f"{case.nodeid} is not clean with nothing left out, so its twins would show nothing.")
@@ -159,7 +165,7 @@ def _check_complete(runs: _Runs, complete: Repetition) -> None:
         )
 
 
-def _study(runs: _Runs, complete: Repetition, left_out: Synchronization, most_repetitions: int) -> Twin:
+def _study(runs: Runs, complete: Repetition, left_out: Synchronization, most_repetitions: int) -> Twin:
     case = runs.case
     trace = complete.recording.trace
     proof = implied(trace, left_out.entries)

@@ -19,6 +19,9 @@ from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, 
 from harness.report.outcome import counted
 from harness.report.tables import add_by_file, new_table, rate, rendered
 
+SEERS = (VALUES, HAPPENS_BEFORE, "csan")
+"""Who can notice that a synchronization is missing: the two oracles, and PyTorch's CUDA Sanitizer."""
+
 _MOST_LISTED = 12
 """Of survivors, and of disagreements; they come in dozens, one a parametrization."""
 
@@ -60,6 +63,7 @@ def write_twins(reporter: pytest.TerminalReporter, studies: Sequence[TwinStudy],
     reporter.write_sep("=", f"sidestream: twins of {counted(len(studies), 'case')} on {options.device}")
     terminal = reporter._tw
     parts: list[Table | str] = [_by_family(studies), _by_issuer(studies), *conclusions(studies, options)]
+    parts += who_sees_what(studies)
     for line in rendered(parts, terminal.fullwidth, colour=terminal.hasmarkup):
         reporter.write_line(line)
 
@@ -93,6 +97,53 @@ def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
         if len(noted) > _MOST_LISTED:
             lines.append(f"{counted(len(noted) - _MOST_LISTED, f'further {title}')}: --twins-json names them all.")
     return lines
+
+
+def who_sees_what(studies: Sequence[TwinStudy]) -> list[Table | str]:
+    """The oracles beside PyTorch's CUDA Sanitizer: by issuer and kind, how many twins each combination of them saw.
+
+    Empty if the sanitizer was not asked.
+    """
+    answered = [study for study in studies if study.csan is not None]
+    if not answered:
+        return []
+    twins = [twin for study in answered for twin in study.twins if twin.csan is not None]
+    judged = [twin for twin in twins if twin.outcome != REDUNDANT]
+    redundant = [twin for twin in twins if twin.outcome == REDUNDANT]
+    seen = [_seers(twin) for twin in judged]
+    combinations = sorted(set(seen), key=lambda seers: (-len(seers), seers))
+    table = new_table(
+        ["issuer", "synchronization"], ["twins", *SEERS, *(_combination(seers) for seers in combinations)]
+    )
+    rows: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+    for twin, seers in zip(judged, seen, strict=True):
+        rows.setdefault((twin.issuer, twin.kind), []).append(seers)
+    for (issuer, kind), found in [*sorted(rows.items()), (("all", ""), seen)]:
+        figures = [len(found), *(sum(seer in seers for seers in found) for seer in SEERS)]
+        figures += [found.count(seers) for seers in combinations]
+        table.add_row(issuer, kind, *(f"{figure:,}" for figure in figures))
+    safe = sum(bool(study.csan) for study in answered)
+    lines = [
+        f"csan reports {counted(safe, 'complete case')} of {len(answered):,}, which are safe, and "
+        f"{counted(sum(bool(twin.csan) for twin in redundant), 'redundant twin')} of {len(redundant):,}."
+    ]
+    silent = sum(twin.csan is None for study in studies for twin in study.twins)
+    if silent:
+        lines.append(
+            f"{counted(silent, 'twin')} not in this table: csan reports the complete case as well, or says nothing of "
+            "it, or the synchronization is not issued under it."
+        )
+    return [table, *lines]
+
+
+def _seers(twin: Twin) -> tuple[str, ...]:
+    return tuple(seer for seer in SEERS if (twin.csan if seer == "csan" else seer in twin.killed_by))
+
+
+def _combination(seers: tuple[str, ...]) -> str:
+    if not seers:
+        return "nobody"
+    return seers[0] + " alone" if len(seers) == 1 else " and\n".join(seers)
 
 
 def summary(twins: Iterable[Twin]) -> dict[str, Any]:
