@@ -25,10 +25,12 @@ from harness.upstream.runs import AGAIN, ALONE, COMPLETE, DIED, FAILED, PASSED, 
 
 WRITTEN = """
 import os
+import sys
 import unittest
 
 import torch
 
+assert not sys.argv[1:]  # as PyTorch's own tests need it, which parse it
 LONG = 2_000_000_000
 
 
@@ -137,7 +139,7 @@ def test_a_test_that_fails_without_a_wait_notices(written: dict[str, Any]) -> No
     (wait,) = left_out(written, "test_notices").values()
     assert (wait["synchronization"], wait["outcome"], wait["runs"]) == ("wait@default:0/user", "noticed", 1)
     assert "AssertionError: 1.0 != 2" in wait["reason"]
-    assert wait["where"] == "wait@default:0/user (test_written.py:24)"
+    assert wait["where"] == "wait@default:0/user (test_written.py:26)"
 
 
 def test_what_the_framework_synchronizes_is_none_of_the_test_s(written: dict[str, Any]) -> None:

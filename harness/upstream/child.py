@@ -174,6 +174,8 @@ def main() -> int:
     parser.add_argument("--keyword")
     parser.add_argument("tests")
     given = parser.parse_args()
+    # PyTorch's tests parse it too (parse_cmd_line_args in torch/testing/_internal/common_utils.py).
+    del sys.argv[1:]
     die_with_parent()
     from harness.backends import hardware_queues, visible_devices
 
