@@ -54,7 +54,7 @@ def test_independent_copies_run_beside_compute(profiled, compute, copying):
 
 
 def test_a_prefetch_that_is_waited_for_still_runs_beside_compute(profiled, compute, copying):
-    """Each batch is waited for before its use, each buffer before it is filled again, and copies overlap all the same."""
+    """Each batch is waited for before its use, each buffer before it is filled again: copies overlap all the same."""
     batches = host_batches()
     device = torch.accelerator.current_accelerator()
     weight = torch.ones(ROWS, ROWS, device=device, requires_grad=True)
