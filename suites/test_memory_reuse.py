@@ -636,7 +636,8 @@ def zero_grad(leaf, product, seeds):
 
 
 def result_of_grad(leaf, product, seeds):
-    gradients = list(torch.autograd.grad(product, leaf, seeds.pop()))
+    with torch.autograd.set_multithreading_enabled(False):  # a thread of the engine might keep it a moment longer
+        gradients = list(torch.autograd.grad(product, leaf, seeds.pop()))
     yield gradients[0]
     gradients.clear()
 
