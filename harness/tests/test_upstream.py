@@ -20,7 +20,7 @@ from harness.perturb.plan import Plan
 from harness.report import upstream as report
 from harness.report.tables import rendered
 from harness.tests.simulator_support import registered
-from harness.upstream import runs, study
+from harness.upstream import observer, runs, study
 from harness.upstream.runs import AGAIN, ALONE, COMPLETE, DIED, FAILED, PASSED, TRACED, Issued, Log, Run, RunKey
 
 WRITTEN = """
@@ -227,6 +227,46 @@ def test_the_same_stream_is_recognized_although_the_pool_gives_another() -> None
     finally:
         tap.ignore_synchronizations()
     assert keys[0] != keys[1] and None not in keys
+
+
+class AsARealDevice:
+    """The simulator, as something that does not trace itself."""
+
+    device = torch.device("sim", 0)
+    device_count = 2
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+
+def seen_and_implied(observed: observer.Observer) -> list[tuple[str, bool]]:
+    with observed.traced() as recordings:
+        value = torch.ones(8, device="sim")
+        side, other = torch.Stream("sim:0"), torch.Stream("sim:0")
+        for _ in range(2):
+            side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            value.add_(1)
+        other.wait_stream(side)
+    (recording,) = recordings
+    return [(each.id, each.proof is not None) for each in observer.issued(recording, proofs=True)]
+
+
+def test_a_real_device_is_traced_by_the_tap_for_one_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = seen_and_implied(observer.Observer("sim"))
+    assert simulated == [("wait@side1:0/user", True), ("wait@side1:1/user", True), ("wait@side2:0/user", False)]
+    monkeypatch.setattr(observer, "open_backend", lambda device, announce: AsARealDevice())
+    observed = observer.Observer("cuda")
+    for _ in range(2):
+        assert seen_and_implied(observed) == simulated
+        assert tap._installed is None
+        with observed.tapped(None) as recordings:
+            torch.Stream("sim:0").wait_stream(torch.accelerator.current_stream())
+        assert not recordings[0].trace and len(recordings[0].synchronizations) == 2
+    registered()  # the other tests' ignored prefixes
 
 
 # The study, from runs that are made up.
