@@ -28,7 +28,7 @@ from harness.perturb.plan import Plan
 
 if TYPE_CHECKING:
     from harness.backends.select import Backend
-    from harness.campaign.case import Case, Control
+    from harness.campaign.case import Case
     from harness.campaign.lab import Lab
     from harness.campaign.result import CaseResult
     from harness.campaign.session import Session
@@ -234,6 +234,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "control(reason, aim): documented as unsafe, so it must be seen to race; aim: the stream of the racing access.",
+    )
+    config.addinivalue_line(
+        "markers",
+        "defect(report, aim, torch, devices): safe, but PyTorch is wrong in these versions on these kinds of device, "
+        "so it must be seen to race there; report: the file that describes the defect; aim: as for a control.",
     )
     config.addinivalue_line("markers", "contract(source): where the promise comes from that the docstring states.")
     config.addinivalue_line("markers", "devices(count): the case needs so many devices; elsewhere it is not covered.")
@@ -524,32 +529,17 @@ def profiled(request: pytest.FixtureRequest) -> Callable[[Callable[[], object]],
     return profile
 
 
-def control_of(item: pytest.Item) -> Control | None:
-    """What the marker ``control`` says of a case.
-
-    Raises:
-        UsageError: the marker lacks its sentence or its aim.
-    """
-    from harness.campaign.case import Control
-
-    marker = item.get_closest_marker("control")
-    if marker is None:
-        return None
-    reason = marker.args[0] if marker.args else marker.kwargs.get("reason")
-    aim = marker.kwargs.get("aim")
-    if not reason or not aim:
-        raise UsageError(f'{item.nodeid}: write @pytest.mark.control("why it is unsafe", aim="the racing stream").')
-    return Control(reason, aim)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a case: all its repetitions, or this worker's slice of them."""
     if "lab" not in pyfuncitem.fixturenames:
         return None
+    import torch
+
     from harness.campaign.case import Case
     from harness.campaign.result import CaseResult
     from harness.judge.verdict import Verdict
+    from harness.markers import control_of
     from harness.report.failure import describe_failure
     from harness.report.outcome import outcome_of
 
@@ -561,7 +551,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         lambda: pyfuncitem.obj(**arguments),
         run.session(),
         cast("Lab", pyfuncitem.funcargs["lab"]),
-        control_of(pyfuncitem),
+        control_of(pyfuncitem, torch.__version__, run.options.device),
     )
     if run.options.twins:
         _study_twins(pyfuncitem, case, run)
@@ -574,6 +564,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     # In a worker it goes to the controller with the report; what is kept here would grow with the cases.
     result = run.result(nodeid) if run.prints_summary else CaseResult(nodeid)
     result.control = case.control.reason if case.control else None
+    result.defect = case.control is not None and case.control.defect
     pyfuncitem.stash[RESULT] = result
     try:
         case.run(

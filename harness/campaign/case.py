@@ -37,12 +37,14 @@ class CaseError(SidestreamError):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What makes a case a control: documented as unsafe, so that it must be seen to race."""
+    """Why a case must be seen to race: it is documented as unsafe, or PyTorch is wrong there."""
 
     reason: str
-    """The sentence of the contract that makes it unsafe."""
+    """The sentence of the contract that makes it unsafe; for a defect of PyTorch, the file that describes it."""
     aim: str
     """The stream whose launches are the racing accesses; holding one of them must show the race."""
+    defect: bool = False
+    """Whether it is safe by its contract, and races only since PyTorch is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,7 @@ class Case:
             duration_us=repetition.duration_us,
             aimed=plan.kind == "single" and plan.holds[0] in discovery.aimed,
             control=self.control is not None,
+            defect=self.control is not None and self.control.defect,
             raced_by=judgement.raced_by,
             holds=",".join(outcome.state.value for outcome in repetition.holds),
             message="",

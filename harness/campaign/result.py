@@ -42,7 +42,9 @@ class CaseResult:
 
     nodeid: str
     control: str | None = None
-    """For a control, the sentence of the contract that makes it unsafe."""
+    """For a control, the sentence of the contract that makes it unsafe; for a defect, the file that describes it."""
+    defect: bool = False
+    """Whether it is a registered defect of PyTorch: like a control, but safe by its contract."""
     launches: int = 0
     """How many launches the body has; each is held alone in every cycle of plans."""
     cycle_length: int = 0
@@ -79,7 +81,7 @@ class CaseResult:
     def add(self, record: RepetitionRecord) -> None:
         """Count one repetition."""
         if record.control and self.control is None:
-            self.control = _SENTENCE_UNKNOWN
+            self.control, self.defect = _SENTENCE_UNKNOWN, record.defect
         raced = record.verdict == Verdict.RACE.value
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
         # What is inconclusive is no evidence for its plan.
@@ -121,6 +123,7 @@ class CaseResult:
     def merge(self, other: CaseResult) -> None:
         """Add what another worker counted of the same case."""
         self.control = self.control or other.control
+        self.defect = self.defect or other.defect
         self.launches = max(self.launches, other.launches)
         self.cycle_length = max(self.cycle_length, other.cycle_length)
         self.verdicts = dict(Counter(self.verdicts) + Counter(other.verdicts))
@@ -153,7 +156,7 @@ class CaseResult:
         return min((n for plan, (n, _) in self.plans.items() if not _is_set(plan)), default=0)
 
     def unseen(self) -> str | None:
-        """Why this run could not have seen the race that a control is; None for other cases, or if it was seen."""
+        """Why this run could not have seen the race of a control or a defect; None for other cases, or if it did."""
         if self.control is None or not self.repetitions:
             return None
         races = self.count(Verdict.RACE)

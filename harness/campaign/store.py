@@ -12,7 +12,8 @@ key    meaning                                  default
 ``v``  the verdict
 ``us`` duration in microseconds
 ``a``  1 if the plan was aimed at a known race  0
-``c``  1 if the case is a control               0
+``c``  1 if the case is a control or a defect   0
+``d``  1 if the case is a defect of PyTorch     0
 ``by`` the oracles that found something         []
 ``h``  the states of the holds                  ""
 ``m``  the message of a repetition that did not ""
@@ -62,7 +63,9 @@ class RepetitionRecord:
     message: str = ""
     """Why it did not pass."""
     control: bool = False
-    """Whether the case is a control, so that its races are what it is for."""
+    """Whether the case is a control, so that its races are what it is for; also a registered defect is one."""
+    defect: bool = False
+    """Whether it is a registered defect of PyTorch."""
     worker: str = ""
     """Which process ran it; set when a run is read, from the name of the file."""
 
@@ -125,6 +128,8 @@ class ResultWriter:
             line["a"] = 1
         if record.control:
             line["c"] = 1
+        if record.defect:
+            line["d"] = 1
         if record.raced_by:
             line["by"] = record.raced_by
         if record.holds:
@@ -345,6 +350,7 @@ def _record(line: dict[str, Any], worker: str) -> RepetitionRecord:
         duration_us=line["us"],
         aimed=bool(line.get("a", 0)),
         control=bool(line.get("c", 0)),
+        defect=bool(line.get("d", 0)),
         raced_by=line.get("by", []),
         holds=line.get("h", ""),
         message=line.get("m", ""),

@@ -70,7 +70,9 @@ class TwinStudy:
 
     nodeid: str
     control: bool
-    """A control is unsafe as it is, and so has no twins."""
+    """A control is unsafe as it is, and so has no twins; nor has a registered defect of PyTorch."""
+    defect: bool = False
+    """Whether it is such a defect."""
     issued: dict[str, int] = field(default_factory=dict)
     """How many synchronizations, records included, each issuer issued, by ``issuer kind``."""
     twins: list[Twin] = field(default_factory=list)
@@ -126,7 +128,7 @@ def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watch
         InfrastructureError: a repetition was cut.
     """
     if case.control is not None:
-        return TwinStudy(case.nodeid, control=True)
+        return TwinStudy(case.nodeid, control=True, defect=case.control.defect)
     try:
         return _study_all(Runs(case, turns, watchdog), most_repetitions)
     except RepetitionTimeout as timeout:

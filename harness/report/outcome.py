@@ -45,9 +45,21 @@ def outcome_of(result: CaseResult) -> Outcome:
         return Outcome(ExitCode.INCONCLUSIVE, _text(what, result))
     unseen = result.unseen()
     if unseen is not None:
-        what = f"this run could not have seen the race: {result.nodeid} is a control, unsafe because"
-        return Outcome(ExitCode.RACE, _text(f"{what}\n  {result.control}\nbut {unseen}.", result))
+        return Outcome(ExitCode.RACE, _text(_unseen_text(result, unseen), result))
     return Outcome(ExitCode.CLEAN, None)
+
+
+def _unseen_text(result: CaseResult, unseen: str) -> str:
+    if not result.defect:
+        what = f"this run could not have seen the race: {result.nodeid} is a control, unsafe because"
+        return f"{what}\n  {result.control}\nbut {unseen}."
+    what = f"{result.nodeid} is registered as a defect of PyTorch, described in"
+    if result.count(Verdict.RACE):
+        return f"this run could not have seen the race: {what}\n  {result.control}\nbut {unseen}."
+    return (
+        f"fixed upstream? {what}\n  {result.control}\nbut {unseen}. If it is fixed in this version of torch, or on "
+        "this kind of device, say so in the marker: the case is an ordinary safe one there."
+    )
 
 
 def _text(headline: str, result: CaseResult) -> str:

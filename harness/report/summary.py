@@ -78,7 +78,14 @@ def _table(groups: Mapping[str, list[CaseResult]], options: Options) -> Table:
 def _verdicts(cases: Iterable[CaseResult]) -> str:
     cases = list(cases)
     counts = [f"{verdict.value} {n:,}" for verdict in Verdict if (n := sum(case.count(verdict) for case in cases))]
-    return ", ".join(counts) + (" (control)" if any(case.control for case in cases) else "")
+    kind = (
+        " (defect)"
+        if any(case.defect for case in cases)
+        else " (control)"
+        if any(case.control for case in cases)
+        else ""
+    )
+    return ", ".join(counts) + kind
 
 
 def _evidence(cases: Sequence[CaseResult], options: Options) -> str:
@@ -106,7 +113,8 @@ def conclusions(
 ) -> list[str]:
     """The sentences below the table."""
     total = sum(result.repetitions for result in results)
-    controls = [result for result in results if result.control is not None]
+    controls = [result for result in results if result.control is not None and not result.defect]
+    defects = [result for result in results if result.defect]
     safe = [result for result in results if result.control is None and result.repetitions]
     raced = [result for result in safe if result.count(Verdict.RACE)]
     lines = [f"{counted(total, 'repetition')} in {elapsed_s:.0f} s ({total / max(elapsed_s, 1e-9):,.0f} a second)."]
@@ -116,13 +124,11 @@ def conclusions(
             + (" " + _bound_sentence(safe, options) if not raced else "")
         )
     if controls:
-        seen = [result for result in controls if result.count(Verdict.RACE)]
-        aimed, aimed_seen = sum(c.aimed for c in controls), sum(c.aimed_seen for c in controls)
-        lines.append(
-            f"{len(seen)} of {len(controls)} controls were seen to race, in {aimed_seen:,} of the {aimed:,} "
-            "repetitions aimed at the racing access."
-        )
-    else:
+        lines.append(f"{_seen_sentence(controls, 'controls')}.")
+    if defects:
+        reports = ", ".join(dict.fromkeys(str(result.control) for result in defects))
+        lines.append(f"{_seen_sentence(defects, 'cases of known defects of PyTorch')}: {reports}.")
+    if not controls and not defects:
         lines.append("No control ran, so nothing shows that this run could have seen a race.")
     inconclusive = sum(result.count(Verdict.INCONCLUSIVE) for result in results)
     if inconclusive:
@@ -135,6 +141,15 @@ def conclusions(
             f"({achieved / alone if alone else 0:.0%})."
         )
     return lines
+
+
+def _seen_sentence(results: Sequence[CaseResult], noun: str) -> str:
+    seen = sum(bool(result.count(Verdict.RACE)) for result in results)
+    aimed, aimed_seen = sum(result.aimed for result in results), sum(result.aimed_seen for result in results)
+    return (
+        f"{seen} of {len(results)} {noun} were seen to race, in {aimed_seen:,} of the {aimed:,} repetitions aimed at "
+        "the racing access"
+    )
 
 
 def _bound_sentence(safe: Sequence[CaseResult], options: Options) -> str:

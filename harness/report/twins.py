@@ -72,7 +72,8 @@ def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
     """What the twins prove, in sentences; then the survivors and the disagreements, each with its replay."""
     twins = [twin for study in studies for twin in study.twins]
     score = summary(twins)
-    controls = sum(study.control for study in studies)
+    defects = sum(study.defect for study in studies)
+    controls = sum(study.control for study in studies) - defects
     lines = [
         f"{counted(score['twins'], 'twin')}: {score['killed']:,} killed, {score['redundant']:,} redundant (the others "
         f"imply the order), {score['survived']:,} survived."
@@ -89,6 +90,8 @@ def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
         )
     if controls:
         lines.append(f"{counted(controls, 'control')} without twins: unsafe as they are.")
+    if defects:
+        lines.append(f"{counted(defects, 'case')} of known defects of PyTorch without twins: they race as they are.")
     for title, outcome in (("survivor", SURVIVED), ("disagreement", KILLED)):
         noted = [(study, twin) for study in studies for twin in study.twins if twin.outcome == outcome and twin.note]
         for study, twin in noted[:_MOST_LISTED]:

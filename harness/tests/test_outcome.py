@@ -28,10 +28,10 @@ CLEAN = Outcome(ExitCode.CLEAN, None)
 FILL, MUL = LaunchId("fill", 0), LaunchId("ambient", 0)
 
 
-def result_of(verdicts: str, *, control: str | None = None, cycle_length: int = 2) -> CaseResult:
+def result_of(verdicts: str, *, control: str | None = None, defect: bool = False, cycle_length: int = 2) -> CaseResult:
     """Counts: each letter is the first of a verdict, n standing for infra (i is inconclusive)."""
     letters = {"p": "pass", "r": "race", "t": "timeout", "n": "infra", "i": "inconclusive"}
-    result = CaseResult(CASE, control=control, cycle_length=cycle_length)
+    result = CaseResult(CASE, control=control, defect=defect, cycle_length=cycle_length)
     for number, letter in enumerate(verdicts):
         result.add(RepetitionRecord(CASE, number, "baseline", letters[letter], 1.0))
     return result
@@ -92,6 +92,30 @@ def test_a_control_that_raced_is_as_it_should_be(verdicts):
 )
 def test_a_control_fails_for_everything_but_its_race(verdicts, code, text):
     assert outcome_of(result_of(verdicts, control="Nothing orders them.")) == Outcome(code, text)
+
+
+@pytest.mark.parametrize("verdicts", ["", "rr", "prrp", "rpi"])
+def test_a_defect_that_is_seen_is_as_it_should_be(verdicts):
+    assert outcome_of(result_of(verdicts, control="docs/defects/x.md", defect=True)) == CLEAN
+
+
+def test_a_defect_that_is_not_seen_may_be_fixed_upstream():
+    outcome = outcome_of(result_of("pppp", control="docs/defects/x.md", defect=True))
+    assert outcome.exit_code is ExitCode.RACE
+    assert outcome.text == (
+        f"fixed upstream? {CASE} is registered as a defect of PyTorch, described in\n  docs/defects/x.md\nbut none of "
+        "its 4 repetitions raced. If it is fixed in this version of torch, or on this kind of device, say so in the "
+        "marker: the case is an ordinary safe one there."
+    )
+
+
+def test_a_defect_that_is_seen_too_rarely_is_not_fixed():
+    outcome = outcome_of(result_of("rppp", control="docs/defects/x.md", defect=True))
+    assert outcome.exit_code is ExitCode.RACE
+    assert outcome.text == (
+        f"this run could not have seen the race: {CASE} is registered as a defect of PyTorch, described in\n"
+        "  docs/defects/x.md\nbut 1 whole cycles of plans passed without a race, the first of them cycle 1."
+    )
 
 
 def test_one_plan_for_all_repetitions_asks_a_control_for_nothing():

@@ -191,9 +191,17 @@ def test_a_result_travels_as_json(drawn, control):
 
 def test_merging_takes_what_only_one_worker_knows():
     merged = CaseResult(CASE)
-    merged.merge(CaseResult(CASE, control="Nothing orders them.", launches=2, cycle_length=5, hold_ms=8.0))
+    merged.merge(CaseResult(CASE, control="docs/x.md", defect=True, launches=2, cycle_length=5, hold_ms=8.0))
     merged.merge(CaseResult(CASE, hold_ms=4.0))
-    assert merged == CaseResult(CASE, control="Nothing orders them.", launches=2, cycle_length=5, hold_ms=8.0)
+    assert merged == CaseResult(CASE, control="docs/x.md", defect=True, launches=2, cycle_length=5, hold_ms=8.0)
+
+
+def test_lines_alone_tell_a_defect_from_a_control():
+    for defect in (False, True):
+        result = CaseResult(CASE)
+        result.add(RepetitionRecord(CASE, 0, "baseline", "race", 1.0, control=True, defect=defect))
+        assert result.control is not None
+        assert result.defect is defect
 
 
 # Whether a run could have seen the race of a control.

@@ -33,10 +33,11 @@ def case(
     raced: int = 0,
     inconclusive: int = 0,
     control: str | None = None,
+    defect: bool = False,
     aimed: bool = False,
 ) -> CaseResult:
     """Counts of a body of two launches: each plan passed so often; some further repetitions did not pass."""
-    result = CaseResult(nodeid, control=control, launches=2, cycle_length=5)
+    result = CaseResult(nodeid, control=control, defect=defect, launches=2, cycle_length=5)
     ended = [(plan, Verdict.PASS) for _ in range(passed) for plan in plans]
     ended += [("hold=fill:0", Verdict.RACE)] * raced + [("hold=fill:0", Verdict.INCONCLUSIVE)] * inconclusive
     for number, (plan, verdict) in enumerate(ended):
@@ -105,6 +106,16 @@ def test_controls_show_that_a_race_could_be_seen():
     assert sentences(control, unseen)[1:] == [
         "1 of 2 controls were seen to race, in 1,200 of the 1,205 repetitions aimed at the racing access."
     ]
+
+
+def test_known_defects_are_listed_apart_with_their_reports():
+    first = case(plans=["hold=fill:0"], raced=5, control="docs/a.md", defect=True, aimed=True)
+    second = case(plans=["hold=fill:0"], raced=5, control="docs/b.md", defect=True, aimed=True)
+    control = case(raced=2, control="Nothing orders them.")
+    seen = "2 of 2 cases of known defects of PyTorch were seen to race, in 10 of the 12 repetitions aimed at the racing"
+    assert sentences(first, second, first)[1].startswith("3 of 3 cases of known defects")
+    assert sentences(first, second)[1:] == [f"{seen} access: docs/a.md, docs/b.md."]
+    assert [sentence[:18] for sentence in sentences(first, control)[1:]] == ["1 of 1 controls we", "1 of 1 cases of kn"]
 
 
 def test_a_race_of_a_control_is_none_of_a_safe_case():

@@ -1,0 +1,92 @@
+"""What the markers of a case say: that it is a control, or that it fails since PyTorch is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from harness.campaign.case import Control
+from harness.errors import UsageError
+
+_CONTROL = '@pytest.mark.control("why it is unsafe", aim="the racing stream")'
+_DEFECT = (
+    '@pytest.mark.defect("docs/defects/report.md", aim="the racing stream", torch=">=2.7,<2.16", devices=("cuda", '
+    '"sim"))'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A case that is safe by its contract and races all the same, since PyTorch is wrong."""
+
+    report: str
+    """The file that describes the defect."""
+    aim: str
+    """The stream whose launches are the racing accesses."""
+    torch: SpecifierSet
+    """The versions that have it."""
+    devices: tuple[str, ...]
+    """The kinds of device that have it: ``cuda``, ``sim``."""
+
+    def affects(self, torch_version: str, device: str) -> bool:
+        """Whether it shows in this version, on the device that ``--device`` names."""
+        return device.partition(":")[0] in self.devices and self.torch.contains(torch_version, prereleases=True)
+
+
+def control_marker(item: pytest.Item) -> Control | None:
+    """What the marker ``control`` says of a case.
+
+    Raises:
+        UsageError: the marker lacks its sentence or its aim.
+    """
+    marker = item.get_closest_marker("control")
+    if marker is None:
+        return None
+    reason = marker.args[0] if marker.args else marker.kwargs.get("reason")
+    aim = marker.kwargs.get("aim")
+    if not reason or not aim:
+        raise UsageError(f"{item.nodeid}: write {_CONTROL}.")
+    return Control(reason, aim)
+
+
+def defect_marker(item: pytest.Item) -> Defect | None:
+    """What the marker ``defect`` says of a case.
+
+    Raises:
+        UsageError: the marker lacks something, or its versions are none.
+    """
+    marker = item.get_closest_marker("defect")
+    if marker is None:
+        return None
+    given = {**({"report": marker.args[0]} if marker.args else {}), **marker.kwargs}
+    devices = given.get("devices")
+    if (
+        set(given) != {"report", "aim", "torch", "devices"}
+        or not all(isinstance(given[name], str) and given[name] for name in ("report", "aim", "torch"))
+        or not isinstance(devices, tuple)
+        or not devices
+    ):
+        raise UsageError(f"{item.nodeid}: write {_DEFECT}.")
+    try:
+        versions = SpecifierSet(given["torch"])
+    except InvalidSpecifier:
+        raise UsageError(f"{item.nodeid}: {given['torch']!r} names no versions of torch: write {_DEFECT}.") from None
+    return Defect(given["report"], given["aim"], versions, devices)
+
+
+def control_of(item: pytest.Item, torch_version: str, device: str) -> Control | None:
+    """Why a case must be seen to race here: a control, or a defect of PyTorch where that is present; else None.
+
+    Raises:
+        UsageError: its markers are incomplete, or contradict each other.
+    """
+    control, defect = control_marker(item), defect_marker(item)
+    if control is not None and defect is not None:
+        raise UsageError(
+            f"{item.nodeid} is both a control and a defect: a case is unsafe by its contract, or it is not."
+        )
+    if defect is None or not defect.affects(torch_version, device):
+        return control
+    return Control(defect.report, defect.aim, defect=True)

@@ -1,0 +1,120 @@
+"""Registered defects of PyTorch: seen where they are, safe cases elsewhere, and a question when they are gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from harness.exit_codes import ExitCode
+from harness.markers import Defect
+from harness.tests.suite_runner import CONTROL, RACY, REPOSITORY, SAFE, Suite, new_suite
+
+ONE_PROCESS_AND_WORKERS = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one_process", "workers"])
+
+
+def marker(torch: str = ">=2.7", devices: str = '("cuda", "sim")', aim: str = ', aim="fill"') -> str:
+    return f'import pytest\n\n@pytest.mark.defect("docs/x.md", torch="{torch}", devices={devices}{aim})'
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return new_suite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("versions", "devices", "torch_version", "device", "affected"),
+    [
+        (">=2.7", ("cuda", "sim"), "2.13.0+cpu", "sim", True),
+        (">=2.7", ("cuda", "sim"), "2.11.0+cu130", "cuda:1", True),
+        (">=2.7", ("cuda",), "2.13.0+cpu", "sim", False),
+        (">=2.7,<2.13", ("sim",), "2.13.0+cpu", "sim", False),
+        ("<=2.13.0", ("sim",), "2.13.0+cpu", "sim", True),
+        (">=2.7", ("sim",), "2.15.0.dev20270101+cpu", "sim", True),
+        ("<2.15", ("sim",), "2.15.0.dev20270101+cpu", "sim", False),
+    ],
+)
+def test_versions_and_devices_say_where_it_is(versions, devices, torch_version, device, affected):
+    defect = Defect("docs/x.md", "fill", SpecifierSet(versions), devices)
+    assert defect.affects(torch_version, device) is affected
+
+
+@ONE_PROCESS_AND_WORKERS
+def test_a_defect_that_races_passes_and_is_listed_apart_from_controls(suite, workers):
+    suite.write(CONTROL + marker().removeprefix("import pytest\n") + RACY.replace("test_unordered", "test_wrong"))
+    ran = suite.run("--count", "60", *workers)
+    assert ran.code == 0, ran.output
+    assert "1 of 1 controls were seen to race" in ran.output
+    assert "1 of 1 cases of known defects of PyTorch were seen to race" in ran.output
+    assert "racing access: docs/x.md." in ran.output
+    assert "race 60 (defect)" in ran.output
+
+
+@ONE_PROCESS_AND_WORKERS
+def test_a_defect_that_never_races_fails_the_run(suite, workers):
+    suite.write(marker() + SAFE)
+    ran = suite.run("--count", "40", *workers)
+    assert ran.code == ExitCode.RACE, ran.output
+    assert "fixed upstream?" in ran.output
+    assert "docs/x.md" in ran.output
+    assert "none of its 40 repetitions raced" in ran.output
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"torch": ">=2.7,<2.8"}, {"devices": '("cuda",)'}], ids=["other versions", "other devices"]
+)
+def test_elsewhere_it_is_an_ordinary_safe_case(suite, elsewhere):
+    suite.write(marker(**elsewhere) + SAFE)
+    ran = suite.run()
+    assert ran.code == 0, ran.output
+    assert "1 of 1 safe cases never raced" in ran.output
+    ran = suite.run("--twins")
+    assert "without twins" not in ran.output
+    suite.write(marker(**elsewhere) + RACY)
+    ran = suite.run()
+    assert ran.code == ExitCode.RACE, ran.output
+    assert "0 of 1 safe cases never raced" in ran.output
+
+
+def test_a_defect_has_no_twins(suite):
+    suite.write(marker() + RACY)
+    ran = suite.run("--twins")
+    assert ran.code == 0, ran.output
+    assert "1 case of known defects of PyTorch without twins: they race as they are." in ran.output
+    assert "control" not in ran.output
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (marker(aim=""), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
+        (marker(devices='"sim"'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
+        (marker(torch="all of them"), "'all of them' names no versions of torch: write @pytest.mark.defect("),
+        (marker() + '\n@pytest.mark.control("Unsafe.", aim="fill")', "is both a control and a defect"),
+    ],
+    ids=["no aim", "no tuple", "no versions", "a control as well"],
+)
+def test_a_marker_that_makes_no_sense(suite, written, sentence):
+    suite.write(written + SAFE)
+    ran = suite.run()
+    assert ran.code == ExitCode.USAGE, ran.output
+    assert sentence in ran.output
+
+
+# The register itself.
+
+
+def test_the_defect_with_roots_on_two_devices_shows_in_its_script():
+    script = REPOSITORY / "docs" / "defects" / "roots_on_two_devices_simulated.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    rows = [re.split(r" {2,}", line) for line in ran.stdout.splitlines()[2:10]]
+    for _, order, late, wrong, repaired in rows:
+        assert wrong == ("5 of 5" if order.endswith(late) else "0 of 5"), ran.stdout
+        assert repaired == "0 of 5"
+    assert ran.returncode == 1, ran.stderr
