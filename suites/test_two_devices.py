@@ -108,3 +108,278 @@ def test_roots_on_two_devices_of_ordered_streams(lab, first):
         del seed, seeds
         for leaf, _ in pairs:
             lab.observe(leaf.grad, 15.0)
+
+
+# Copies to the other device in the middle of a graph.
+
+each_start = pytest.mark.parametrize("start", [0, 1], ids=["from_device_0", "from_device_1"])
+
+
+def copied_once(value, device):
+    return value.to(device) * 5.0, 5.0
+
+
+def copied_and_used_twice(value, device):
+    copied = value.to(device)
+    return copied * 5.0 + copied * 7.0, 12.0
+
+
+def copied_twice(value, device):
+    return value.to(device) * 5.0 + value.to(device) * 7.0, 12.0
+
+
+@pytest.mark.contract("pytorch/pytorch#31930")
+@pytest.mark.parametrize("use", [copied_once, copied_and_used_twice, copied_twice])
+@each_start
+def test_copy_in_the_middle_of_a_graph(lab, use, start):
+    """The gradient of a copy is copied back, and the nodes before wait for that, whatever streams the devices use."""
+    leaf = full_leaf(lab, start, 2.0)
+    forward, ambient = both(lab, "forward"), both(lab, "ambient")
+    with forward[1 - start], forward[start]:
+        root, slope = use(leaf * 3.0, forward[1 - start].device)
+    with ambient[start], ambient[1 - start]:
+        root.backward(torch.full_like(root, 5.0))
+        lab.observe(leaf.grad, 15.0 * slope)
+
+
+# Nodes that use both devices. The stream of each is that of its first output.
+
+
+class OnBoth(torch.autograd.Function):
+    """Three times a value, where it is and on another device."""
+
+    @staticmethod
+    def forward(ctx, value, device):
+        tripled = value * 3.0
+        return tripled, tripled.to(device)
+
+    @staticmethod
+    def backward(ctx, here, there):
+        there.record_stream(torch.accelerator.current_stream(there.device))  # on which it is copied
+        return 3.0 * (here + there.to(here.device)), None
+
+
+def used_there(lab, value, device, streams):
+    return (value * 5.0).to(device), 5.0
+
+
+def used_there_on_two_streams(lab, value, device, streams):
+    own, side = streams[value.device.index], stream_on(lab, value.device.index, "side")
+    side.wait_stream(own)
+    with side:
+        other = lab.keep(value * 7.0)
+    own.wait_stream(side)
+    return other.to(device) + (value * 5.0).to(device), 12.0
+
+
+def copied_back(lab, value, device, streams):
+    return value.to(device) * 5.0, 5.0
+
+
+def copied_back_twice(lab, value, device, streams):
+    return value.to(device) * 5.0 + value.to(device) * 7.0, 12.0
+
+
+@pytest.mark.contract(NODES)
+@pytest.mark.parametrize("use", [used_there, used_there_on_two_streams, copied_back, copied_back_twice])
+@each_start
+def test_gradients_of_a_node_with_outputs_on_both_devices(lab, use, start):
+    """A node waits on its one stream for gradients on both devices, made on either, summed up or not."""
+    leaf = full_leaf(lab, start, 2.0)
+    forward, ambient = both(lab, "forward"), both(lab, "ambient")
+    with forward[1 - start], forward[start]:
+        here, there = OnBoth.apply(leaf, forward[1 - start].device)
+        used, slope = use(lab, there, here.device, forward)
+        root = here + used
+        lab.observe(root, 6.0 * (1.0 + slope))
+    with ambient[1 - start], ambient[start]:
+        root.backward(torch.full_like(root, 5.0))
+        lab.observe(leaf.grad, 15.0 * (1.0 + slope))
+
+
+class CopyWithWork(torch.autograd.Function):
+    """A copy to another device, whose gradient is multiplied on a stream of the device that it comes back to."""
+
+    @staticmethod
+    def forward(ctx, value, device, work, in_order):
+        ctx.work, ctx.in_order = work, in_order
+        return value.to(device)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = torch.accelerator.current_stream(gradient.device)
+        with ctx.work:
+            returned = gradient.to(ctx.work.device) * 3.0
+        if ctx.in_order:
+            own.wait_stream(ctx.work)
+        return returned, None, None, None
+
+
+def copy_with_work(lab, start, in_order):
+    leaf = full_leaf(lab, start, 2.0)
+    forward, ambient = both(lab, "forward"), both(lab, "ambient")
+    work = lab.stream("work", start)
+    with forward[1 - start], forward[start]:
+        root = CopyWithWork.apply(leaf * 7.0, forward[1 - start].device, work, in_order) * 1.0
+    with ambient[start], ambient[1 - start]:
+        root.backward(torch.full_like(root, 5.0))
+        lab.observe(leaf.grad, 105.0)
+
+
+@pytest.mark.contract(NODES)
+@each_start
+def test_gradient_made_on_a_stream_of_the_other_device(lab, start):
+    """A node whose gradient is made on a stream of another device has it ready on its own stream."""
+    copy_with_work(lab, start, in_order=True)
+
+
+@pytest.mark.contract(NODES)
+@pytest.mark.control("A node producing a gradient should have it ready on the canonical stream.", aim="work")
+@each_start
+def test_gradient_made_on_a_stream_of_the_other_device_without_a_wait(lab, start):
+    """The same without the wait: what comes next may read the gradient before it is made."""
+    copy_with_work(lab, start, in_order=False)
+
+
+# The end of backward: a model whose halves are on two devices.
+
+
+def halves(lab, first_value, second_value):
+    """Leaves on device 0 and device 1, and their product on device 1."""
+    leaves = [full_leaf(lab, 0, first_value), full_leaf(lab, 1, second_value)]
+    forward = both(lab, "forward")
+    with forward[1], forward[0]:
+        hidden = leaves[0] * 3.0
+        return leaves, hidden.to(forward[1].device) * leaves[1]
+
+
+def tensor_backward(root, seed, leaves):
+    root.backward(seed)
+    return [leaf.grad for leaf in leaves]
+
+
+def autograd_grad(root, seed, leaves):
+    return torch.autograd.grad(root, leaves, seed)
+
+
+@pytest.mark.contract("pytorch/pytorch#57833, #60127")
+@pytest.mark.parametrize("call", [tensor_backward, autograd_grad])
+@pytest.mark.parametrize(
+    "names",
+    [("ambient", "ambient"), ("ambient", "default"), ("default", "ambient")],
+    ids=["both_side_streams", "side_stream_on_device_0", "side_stream_on_device_1"],
+)
+def test_gradients_are_ready_for_the_ambient_stream_of_each_device(lab, call, names):
+    """When backward returns, the gradients of each device are ready for the ambient stream of that device."""
+    leaves, root = halves(lab, 2.0, 7.0)
+    ambient = [stream_on(lab, device, name) for device, name in enumerate(names)]
+    with ambient[0], ambient[1]:
+        gradients = call(root, torch.full_like(root, 5.0), leaves)
+        lab.observe(gradients[0], 105.0)
+        lab.observe(gradients[1], 30.0)
+
+
+@pytest.mark.contract(SEMANTICS)
+def test_gradients_are_gathered_on_one_device(lab):
+    """When backward returns, a gradient may be copied to the other device and added there, with no further wait."""
+    leaves, root = halves(lab, 2.0, 7.0)
+    ambient = both(lab, "ambient")
+    with ambient[1], ambient[0]:
+        root.backward(torch.full_like(root, 5.0))
+        lab.observe(leaves[0].grad + leaves[1].grad.to(leaves[0].device), 135.0)
+
+
+@pytest.mark.contract(SEMANTICS)
+def test_gradients_read_on_other_streams_that_wait(lab):
+    """A stream that waits for the ambient stream of its device may read the gradients of that device."""
+    leaves, root = halves(lab, 2.0, 7.0)
+    ambient, readers = both(lab, "ambient"), both(lab, "reader")
+    with ambient[0], ambient[1]:
+        root.backward(torch.full_like(root, 5.0))
+    for device, reader in enumerate(readers):
+        reader.wait_stream(ambient[device])
+        with reader:
+            lab.observe(leaves[device].grad, [105.0, 30.0][device])
+
+
+UNORDERED = "What backward makes is ready for the stream that is current where it is called, and for no other."
+
+
+@pytest.mark.contract(SEMANTICS)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(0, marks=pytest.mark.control(UNORDERED, aim="forward")),
+        pytest.param(1, marks=pytest.mark.control(UNORDERED, aim="forward.1")),
+    ],
+)
+def test_gradient_read_on_another_stream_without_a_wait(lab, device):
+    """The same without the wait: it may read the gradients before they are made."""
+    leaves, root = halves(lab, 2.0, 7.0)
+    ambient, reader = both(lab, "ambient"), stream_on(lab, device, "reader")
+    with ambient[0], ambient[1]:
+        root.backward(torch.full_like(root, 5.0))
+    with reader:
+        lab.observe(leaves[device].grad, [105.0, 30.0][device])
+
+
+# Clipping across devices, in round numbers: the gradients are 9 and 12, their norms 144 and 192, the norm of both 240.
+
+CLIPPING = "torch.nn.utils.clip_grad_norm_, torch/nn/utils/clip_grad.py"
+loop_and_foreach = pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+
+
+def clip(lab, leaves, foreach):
+    """Clips to a norm of 120, so halves the gradients, and observes them where they are clipped."""
+    norm = torch.nn.utils.clip_grad_norm_(leaves, 120.0, foreach=foreach)
+    lab.observe(norm, 240.0)
+    lab.observe(leaves[0].grad, 4.5)
+    lab.observe(leaves[1].grad, 6.0)
+
+
+@pytest.mark.contract(CLIPPING)
+@loop_and_foreach
+def test_clipping_and_a_step_on_the_ambient_streams(lab, foreach):
+    """Gradients on both devices are clipped by their common norm and used by a step, right after backward."""
+    leaves, root = halves(lab, 4.0, 3.0)
+    ambient = both(lab, "ambient")
+    with ambient[1], ambient[0]:
+        root.backward(torch.ones_like(root))
+        clip(lab, leaves, foreach)
+        torch.optim.SGD(leaves, lr=2.0, foreach=foreach).step()
+        lab.observe(leaves[0], -5.0)
+        lab.observe(leaves[1], -9.0)
+
+
+@pytest.mark.contract(CLIPPING)
+@loop_and_foreach
+def test_clipping_on_streams_that_wait_for_the_ambient_ones(lab, foreach):
+    """The same on other streams, of which each waits for the ambient stream of its device."""
+    leaves, root = halves(lab, 4.0, 3.0)
+    ambient, other = both(lab, "ambient"), both(lab, "clip")
+    with ambient[1], ambient[0]:
+        root.backward(torch.ones_like(root))
+    for device in range(2):
+        other[device].wait_stream(ambient[device])
+    with other[1], other[0]:
+        clip(lab, leaves, foreach)
+
+
+@pytest.mark.contract(SEMANTICS)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(0, marks=pytest.mark.control(UNORDERED, aim="forward")),
+        pytest.param(1, marks=pytest.mark.control(UNORDERED, aim="forward.1")),
+    ],
+)
+@loop_and_foreach
+def test_clipping_without_a_wait_on_one_device(lab, device, foreach):
+    """The same without the wait on one of the devices: clipping may read, and write, the gradients there too early."""
+    leaves, root = halves(lab, 4.0, 3.0)
+    ambient, other = both(lab, "ambient"), both(lab, "clip")
+    with ambient[1], ambient[0]:
+        root.backward(torch.ones_like(root))
+    other[1 - device].wait_stream(ambient[1 - device])
+    with other[1], other[0]:
+        clip(lab, leaves, foreach)
