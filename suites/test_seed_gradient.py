@@ -153,3 +153,135 @@ def test_seed_filled_on_another_stream_without_a_wait(lab, call, forward, root_c
     with lab.stream("ambient") as ambient:
         for number, gradient in enumerate(call(roots, filled_on(fill, seeds, no_order, ambient), leaves)):
             lab.observe(gradient, 5.0 * (3.0 + number))
+
+
+def copied_to(seed, host):
+    return seed.copy_(host, non_blocking=True)
+
+
+def pinned(like, value):
+    return torch.full(like.shape, value, pin_memory=True)
+
+
+@pytest.mark.parametrize("order", [wait_stream, wait_event])
+@every_forward_stream
+def test_seed_copied_from_the_host_on_another_stream_that_is_waited_for(lab, order, forward):
+    """A seed that a copy stream brings from pinned memory is used once the ambient stream is ordered after the copy."""
+    (leaf,), (root,) = products(lab, forward, 1)
+    host = lab.keep(pinned(root, 5.0))
+    with lab.stream("copy") as copy:
+        seed = copied_to(lab.poisoned(root), host)
+    with lab.stream("ambient") as ambient:
+        order(ambient, copy)
+        seed.record_stream(ambient)
+        root.backward(seed)
+        del seed
+        lab.observe(leaf.grad, 15.0)
+
+
+@every_forward_stream
+def test_seed_copied_from_the_host_on_the_ambient_stream(lab, forward):
+    """A non-blocking copy from pinned memory is an operation of its stream like any other: no wait is needed there."""
+    (leaf,), (root,) = products(lab, forward, 1)
+    host = lab.keep(pinned(root, 5.0))
+    with lab.stream("ambient"):
+        seed = copied_to(lab.poisoned(root), host)
+        root.backward(seed)
+        del seed
+        lab.observe(leaf.grad, 15.0)
+
+
+@pytest.mark.control(
+    "A non-blocking copy is ordered with the stream that it is made on, and with no other.", aim="copy"
+)
+@every_forward_stream
+def test_seed_copied_from_the_host_on_another_stream_without_a_wait(lab, forward):
+    """The same without the wait: backward may read the seed before it has come from the host."""
+    (leaf,), (root,) = products(lab, forward, 1)
+    host = lab.keep(pinned(root, 5.0))
+    with lab.stream("copy"):
+        seed = lab.keep(copied_to(lab.poisoned(root), host))
+    with lab.stream("ambient"):
+        root.backward(seed)
+        lab.observe(leaf.grad, 15.0)
+
+
+# One graph, several backwards or several roots.
+
+
+@every_forward_stream
+def test_second_backward_on_another_ambient_stream_that_waits(lab, forward):
+    """A retained graph is used again from another ambient stream, which waits for who read the gradient so far."""
+    (leaf,), (root,) = products(lab, forward, 1)
+    with lab.stream("first") as first:
+        root.backward(lab.poisoned(root).fill_(5.0), retain_graph=True)
+        lab.observe(leaf.grad, 15.0)
+    with lab.stream("second") as second:
+        second.wait_stream(first)
+        root.backward(torch.full_like(root, 7.0))
+        lab.observe(leaf.grad, 36.0)
+
+
+@every_forward_stream
+def test_second_backward_on_another_ambient_stream_returns_other_gradients(lab, forward):
+    """What autograd.grad returns belongs to its call: backwards of one graph from two streams need no wait."""
+    (leaf,), (root,) = products(lab, forward, 1)
+    seeds = []
+    for name in ("first", "second"):
+        with lab.stream(name):
+            seeds.append(lab.poisoned(root))
+    with lab.stream("first"):
+        (gradient,) = torch.autograd.grad(root, leaf, seeds.pop(0).fill_(5.0), retain_graph=True)
+    with lab.stream("second"):
+        (other,) = torch.autograd.grad(root, leaf, seeds.pop(0).fill_(7.0))
+        lab.observe(other, 21.0)
+    with lab.stream("first"):
+        lab.observe(gradient, 15.0)
+
+
+@pytest.mark.control("A gradient is accumulated in place, unordered with who has read it so far.", aim="first")
+@every_forward_stream
+def test_second_backward_on_another_ambient_stream_without_a_wait(lab, forward):
+    """The same without the wait: the sum of both gradients may be there before the first one is read."""
+    (leaf,), (root,) = products(lab, forward, 1)
+    seeds = [lab.poisoned(root), lab.poisoned(root)]
+    with lab.stream("first"):
+        root.backward(seeds[0].fill_(5.0), retain_graph=True)
+        lab.observe(leaf.grad, 15.0)
+    with lab.stream("second"):
+        root.backward(seeds[1].fill_(7.0))
+        lab.observe(leaf.grad, 36.0)
+
+
+def siblings(hidden, forward, side):
+    with forward:
+        first = hidden * 3.0
+    with side:
+        return [first, hidden * 5.0], 8.0
+
+
+def one_behind_the_other(hidden, forward, side):
+    with side:
+        return [hidden, hidden * 3.0], 4.0
+
+
+def one_twice(hidden, forward, side):
+    with side:
+        root = hidden * 3.0
+    return [root, root], 6.0
+
+
+@pytest.mark.parametrize("call", [autograd_backward, autograd_grad])
+@pytest.mark.parametrize("shape", [siblings, one_behind_the_other, one_twice])
+@every_forward_stream
+def test_roots_that_share_a_graph(lab, call, shape, forward):
+    """Seeds meet in a node that several roots lead to, be it a root itself: each is waited for where it is added up."""
+    with lab.stream(forward) as stream:
+        leaf, hidden = lab.product(2.0, 2.0)
+    with lab.preparing():
+        roots, slope = shape(hidden, stream, lab.stream("side"))
+    with lab.stream("fill") as fill:
+        seeds = [lab.poisoned(root) for root in roots]
+    with lab.stream("ambient") as ambient:
+        for gradient in call(roots, filled_on(fill, seeds, wait_stream, ambient), [leaf]):
+            lab.observe(gradient, 10.0 * slope)
