@@ -614,6 +614,9 @@ def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
     most = options.twin_repetitions or (1 if session.simulated else 3)
     try:
         study = item.stash[STUDY] = study_twins(case, most, session.turns, run.watchdog())
+    except InfrastructureError as error:
+        run.broken = str(error)
+        raise
     finally:
         session.turns.end()
     if study.survivors:

@@ -85,6 +85,10 @@ class Case:
         """Whether the device's memory can be poisoned while the case runs."""
         return self._session.instrument.can_poison
 
+    def is_broken_by(self, error: BaseException) -> bool:
+        """Whether an error has left the device unusable for the rest of the process."""
+        return self._session.is_broken_by(error)
+
     def where(self) -> str | None:
         """Which repetition is running, in words; None before the first."""
         if self._running is None:
@@ -237,7 +241,7 @@ class Case:
                 # What the device still has to do is unknown, so nothing after this can be trusted.
                 return
             except Exception as error:
-                if self._session.is_broken_by(error):
+                if self.is_broken_by(error):
                     raise InfrastructureError(
                         f"the device is unusable after {self.nodeid}, repetition {number} under {plan}: {error}"
                     ) from error

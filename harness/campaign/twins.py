@@ -20,7 +20,7 @@ from harness.campaign.case import Case, CaseError
 from harness.campaign.repetition import Repetition
 from harness.campaign.turns import Turns
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
-from harness.errors import InfrastructureError
+from harness.errors import InfrastructureError, SidestreamError
 from harness.judge.order import implied, last_covered_launch
 from harness.judge.verdict import Verdict
 from harness.observe.synchronizations import Fault, Synchronization, SynchronizationId
@@ -108,10 +108,33 @@ class Runs:
             self.case.discover()
 
     def once(self, plan: Plan, **settings: Any) -> Repetition:
-        """Run it once; the settings are those of ``Instrument.begin``."""
+        """Run it once; the settings are those of ``Instrument.begin``.
+
+        Raises:
+            InfrastructureError: an error has left the device unusable for the rest of the process.
+            Exception: whatever the body raised, or a launch that was carried out late.
+        """
         # Poisoned, so that a stale read finds neither what it should nor what was right the last time.
         with self._turns.turn(), self._watchdog.guard():
             return self.case.once(plan, poison_memory=self.case.can_poison, **settings)
+
+    def twin(self, plan: Plan, fault: Fault, **settings: Any) -> Repetition | Exception:
+        """Run it with a fault; an error that the fault makes it end with is an answer, too.
+
+        Raises:
+            InfrastructureError: as for :meth:`once`.
+        """
+        try:
+            return self.once(plan, fault=fault, **settings)
+        except (RepetitionTimeout, SidestreamError):
+            raise
+        except Exception as error:
+            if self.case.is_broken_by(error):
+                raise InfrastructureError(
+                    f"the device is unusable after {self.case.nodeid} under {plan} without {fault.target}: "
+                    f"{_first_line(error)}"
+                ) from error
+            return error
 
 
 def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watchdog) -> TwinStudy:
@@ -180,7 +203,11 @@ def _study(runs: Runs, complete: Repetition, left_out: Synchronization, most_rep
         outcome=SURVIVED,
         proof=None if proof is None else str(proof),
     )
-    unheld = runs.once(Plan(), lines=True, fault=fault)
+    unheld = runs.twin(Plan(), fault, lines=True)
+    if isinstance(unheld, Exception):
+        twin.outcome, twin.killed_by, twin.repetitions_to_kill = KILLED, [VALUES], 1
+        twin.note = f"it raised {_first_line(unheld)} with nothing held, so happens-before had nothing to judge"
+        return twin
     _check_left_out(case, unheld, left_out.id)
     races = unheld.judgement.races
     if races:
@@ -193,7 +220,8 @@ def _study(runs: Runs, complete: Repetition, left_out: Synchronization, most_rep
     tries = 1 if proof is not None and not races else most_repetitions
     for number, plan in enumerate(_aimed_plans(holds, tries), 1):
         twin.plan = str(plan)
-        if runs.once(plan, number=number, fault=fault).judgement.mismatches:
+        held = runs.twin(plan, fault, number=number)
+        if isinstance(held, Exception) or held.judgement.mismatches:
             twin.killed_by.append(VALUES)
             twin.repetitions_to_kill = number
             break
@@ -205,6 +233,10 @@ def _study(runs: Runs, complete: Repetition, left_out: Synchronization, most_rep
     else:
         twin.note = ORDERED_NOTHING
     return twin
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _check_left_out(case: Case, unheld: Repetition, name: SynchronizationId) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from harness.campaign.session import Session
 from harness.campaign.turns import Turns
 from harness.campaign.twins import Twin, TwinStudy, study_twins
 from harness.campaign.watchdog import Watchdog
+from harness.errors import InfrastructureError
 from harness.exit_codes import ExitCode
 from harness.report.twins import summary
 from harness.tests.suite_runner import CONTROL, SAFE, Suite, new_suite
@@ -150,6 +152,36 @@ def test_memory_is_poisoned_so_that_a_missing_record_stream_has_a_value(study):
         return body
 
     assert outcomes(study(make))["record_stream@ambient:0/user"] == ("killed", BOTH)
+
+
+def raising_if_unordered(lab):
+    def body() -> None:
+        with lab.stream("fill") as fill:
+            tensor = lab.poisoned(torch.empty(4, device=lab.device))
+            tensor.fill_(5.0)
+        with lab.stream("ambient") as ambient:
+            ambient.wait_stream(fill)
+            copy = tensor * 2.0
+            lab.observe(copy, 10.0)
+            if not copy.sum().item() == 40.0:
+                raise ZeroDivisionError("from the body")
+
+    return body
+
+
+def test_a_twin_that_makes_the_body_raise_is_killed(study):
+    (twin,) = study(raising_if_unordered).twins
+    assert (twin.outcome, twin.killed_by, twin.repetitions_to_kill) == ("killed", BOTH, 1)
+    assert twin.plan == "hold=fill:0"
+
+
+def test_a_twin_that_breaks_the_device_ends_the_process_with_a_sentence(study, session, monkeypatch):
+    monkeypatch.setattr(session, "is_broken_by", lambda error: isinstance(error, ZeroDivisionError))
+    sentence = (
+        "the device is unusable after test_x.py::test_x under hold=fill:0 without wait@ambient:0/user: ZeroDivision"
+    )
+    with pytest.raises(InfrastructureError, match=re.escape(sentence)):
+        study(raising_if_unordered)
 
 
 def test_a_control_has_no_twins(study):

@@ -16,7 +16,6 @@ using SleepKernel = void (*)(int64_t);
 using Fill = int (*)(void* pointer, int value, size_t size_bytes, void* stream);
 using HandleOf = void* (*)(const c10::Stream* stream);
 
-constexpr int kPoison = 0xFF; // a NaN in every floating-point type
 
 std::atomic<const c10::impl::DeviceGuardImplInterface*> guard{nullptr};
 std::atomic<SleepKernel> sleep_kernel{nullptr};
@@ -121,9 +120,9 @@ bool can_poison() {
   return fill.load() != nullptr;
 }
 
-void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream) {
+void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream, int byte) {
   const CurrentDevice current(stream.device());
-  const int error = fill.load()(pointer, kPoison, size_bytes, handle_of.load()(&stream));
+  const int error = fill.load()(pointer, byte, size_bytes, handle_of.load()(&stream));
   TORCH_CHECK(error == 0, "filling freed memory failed with error ", error, " of the runtime");
 }
 

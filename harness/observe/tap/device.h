@@ -24,8 +24,8 @@ void set_hold_cycles(int64_t cycles);
 // handle of a stream can be had.
 bool find_fill();
 bool can_poison();
-// Enqueues that these bytes are filled with 0xFF, without allocating and without taking any lock of PyTorch's.
-void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream);
+// Enqueues that these bytes are filled with `byte`, without allocating and without taking any lock of PyTorch's.
+void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream, int byte);
 
 // Enqueues the hold at `position` of its plan on the current stream of the stream's device, which must be that
 // stream; returns an event that is recorded behind it. The event belongs to a pool and is used again in the next

@@ -53,6 +53,13 @@ LiveBlock& DeviceMemory::block_at(c10::DeviceIndex device, uint64_t address) {
   return block;
 }
 
+void DeviceMemory::hold_integers(const Bytes& bytes) {
+  auto found = live_.upper_bound(Address{bytes.device, bytes.start});
+  if (found != live_.begin() && (--found)->second.bytes.overlaps(bytes)) {
+    found->second.integers = true;
+  }
+}
+
 const LiveBlock* DeviceMemory::block_around(c10::DeviceIndex device, uint64_t address) const {
   return overlapping(Bytes{device, address, address + 1});
 }

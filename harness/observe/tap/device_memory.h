@@ -31,11 +31,18 @@ struct AccessedBytes {
   bool write;
 };
 
+// The memory of a tensor that a launch touches.
+struct TouchedStorage {
+  Bytes bytes;
+  bool integers = false;
+};
+
 struct LiveBlock {
   Bytes bytes;
   std::optional<StreamKey> owner; // unknown if it was handed out before the repetition
   std::vector<StreamKey> users = {}; // other streams that it was recorded on
   int64_t entry = -1; // of its allocation in the trace; negative if that is not in the trace
+  bool integers = false; // whether a launch has used it as such
 };
 
 // What is live, and which recordings what was given back waits for. Expects the repetition's lock to be held.
@@ -50,6 +57,8 @@ class DeviceMemory {
   // The block that begins at this address; one of unknown owner is entered if there is none.
   LiveBlock& block_at(c10::DeviceIndex device, uint64_t address);
   const LiveBlock* block_around(c10::DeviceIndex device, uint64_t address) const;
+  // A launch uses these bytes as integers.
+  void hold_integers(const Bytes& bytes);
   // Removes the block at the start of these bytes; one of unknown owner if there is none.
   LiveBlock take_back(const Bytes& bytes);
   // From now on whoever is given any of these bytes has waited for the recordings.

@@ -33,14 +33,18 @@ using Arguments = c10::ArrayRef<c10::IValue>;
 struct DeviceTensors {
   c10::DeviceIndex first = -1; // device of the first one
   bool strided = true; // that one
-  bool wrapped = false; // some tensor is a Python subclass: the operations on what it wraps are seen on their own
+  bool wrapped = false; // some tensor wraps others (a Python subclass, vmap's): the operations on those are seen on their own
 };
 
 void look_at(const at::Tensor& tensor, DeviceTensors& found) {
   if (!tensor.defined() || tensor.device().type() != device_type.load(std::memory_order_relaxed)) {
     return;
   }
-  found.wrapped = found.wrapped || tensor.key_set().has(c10::DispatchKey::Python);
+  found.wrapped = found.wrapped ||
+      tensor.key_set().has_any(c10::DispatchKeySet(
+          {c10::DispatchKey::Python, c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+           c10::DispatchKey::BatchedNestedTensor,
+           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize}));
   repetition().mark_used(tensor.device().index());
   if (found.first < 0) {
     found.first = tensor.device().index();
@@ -132,7 +136,7 @@ Copy look_at_copy(const Operation& operation, Arguments arguments) {
 // The bytes on the device that an operation touches, and the storages that they are part of.
 struct Touched {
   std::vector<AccessedBytes> accesses;
-  std::vector<Bytes> storages;
+  std::vector<TouchedStorage> storages;
 
   void add_dense(const at::Tensor& tensor, bool write) {
     if (!tensor.defined() || !on_device(tensor) || !tensor.has_storage()) {
@@ -151,7 +155,8 @@ struct Touched {
           {Bytes{device, address + static_cast<uint64_t>(range.start), address + static_cast<uint64_t>(range.stop)}, write});
     }
     if (!ranges.empty()) {
-      storages.push_back(Bytes{device, address, address + storage.nbytes()});
+      const bool integers = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+      storages.push_back({Bytes{device, address, address + storage.nbytes()}, integers});
     }
   }
 
@@ -193,8 +198,9 @@ class Running final : public at::ObserverContext {
   }
 
   // From now on, what this thread does for the launch stays with it in the trace; and what the operation returns is written.
-  void trace(LaunchEntry launch, size_t return_count) {
+  void trace(LaunchEntry launch, size_t return_count, bool integers) {
     launch_ = launch;
+    launch.integers = integers;
     return_count_ = return_count;
     outer_ = std::exchange(this_thread().launch, launch);
   }
@@ -333,7 +339,9 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
     }
     const auto ticket = repetition().launch(
         key, operation->name, node_name, line, std::move(touched.accesses), touched.storages);
-    running->trace(ticket.entry, operation->return_count);
+    const bool integers = std::any_of(
+        touched.storages.begin(), touched.storages.end(), [](const TouchedStorage& storage) { return storage.integers; });
+    running->trace(ticket.entry, operation->return_count, integers);
     if (ticket.hold >= 0) {
       const auto hold = static_cast<size_t>(ticket.hold);
       repetition().launch_held(hold, enqueue_hold(hold, stream));

@@ -20,6 +20,8 @@ namespace {
 namespace profiler = torch::profiler::impl;
 
 std::atomic<bool> poisons{false};
+constexpr int kPoison = 0xFF; // a NaN
+constexpr int kHarmlessIndex = 0; // a stale index out of range would make the device fail for good
 
 // Whoever looks for the thread's profiler takes what it finds for one of PyTorch's: so this is one, which is disabled.
 class MemoryReports final : public profiler::ProfilerStateBase {
@@ -57,16 +59,18 @@ class MemoryReports final : public profiler::ProfilerStateBase {
       const auto owner = device_guard()->getStream(device);
       repetition().allocated(bytes, key_of(owner), traced);
       if (traced && poisons.load(std::memory_order_relaxed)) {
-        fill_with_poison(pointer, static_cast<size_t>(size), owner);
+        fill_with_poison(
+            pointer, static_cast<size_t>(size), owner, this_thread().launch.integers ? kHarmlessIndex : kPoison);
       }
       return;
     }
     const Bytes bytes{device.index(), start, start + static_cast<uint64_t>(-size)};
     const auto line = traced && repetition().lines() ? line_without_taking_the_gil() : SourceLine{};
-    const auto owner = repetition().freed(bytes, line, traced);
-    if (owner.has_value() && poisons.load(std::memory_order_relaxed)) {
-      const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(device.type(), owner->device), owner->stream);
-      fill_with_poison(pointer, static_cast<size_t>(-size), stream);
+    const auto freed = repetition().freed(bytes, line, traced);
+    if (freed.has_value() && poisons.load(std::memory_order_relaxed)) {
+      const auto& owner = freed->owner;
+      const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(device.type(), owner.device), owner.stream);
+      fill_with_poison(pointer, static_cast<size_t>(-size), stream, freed->integers ? kHarmlessIndex : kPoison);
     }
   }
 };

@@ -119,7 +119,7 @@ LaunchTicket Repetition::launch(
     const std::string* node,
     SourceLine line,
     std::vector<AccessedBytes> accesses,
-    const std::vector<Bytes>& storages) {
+    const std::vector<TouchedStorage>& storages) {
   const std::lock_guard lock(mutex_);
   auto& stream = streams_[on];
   LaunchTicket ticket;
@@ -139,7 +139,7 @@ LaunchTicket Repetition::launch(
   entry.node = node;
   entry.line = line;
   entry.accesses = std::move(accesses);
-  storages_.insert(storages_.end(), storages.begin(), storages.end());
+  touch(storages);
   ticket.entry = {number_, static_cast<int64_t>(entries_.size())};
   entries_.push_back(std::move(entry));
   return ticket;
@@ -148,7 +148,7 @@ LaunchTicket Repetition::launch(
 void Repetition::launch_returned(
     LaunchEntry launch,
     std::vector<AccessedBytes> accesses,
-    const std::vector<Bytes>& storages) {
+    const std::vector<TouchedStorage>& storages) {
   const std::lock_guard lock(mutex_);
   if (!running() || launch.repetition != number_) {
     return;
@@ -166,7 +166,16 @@ void Repetition::launch_returned(
       known.push_back(access);
     }
   }
-  storages_.insert(storages_.end(), storages.begin(), storages.end());
+  touch(storages);
+}
+
+void Repetition::touch(const std::vector<TouchedStorage>& storages) {
+  for (const auto& storage : storages) {
+    storages_.push_back(storage.bytes);
+    if (storage.integers) {
+      memory_.hold_integers(storage.bytes);
+    }
+  }
 }
 
 Entry& Repetition::append(Entry entry) {
@@ -241,12 +250,12 @@ void Repetition::allocated(const Bytes& bytes, StreamKey owner, bool traced) {
   }
 }
 
-std::optional<StreamKey> Repetition::freed(const Bytes& bytes, SourceLine line, bool traced) {
+std::optional<FreedAtOnce> Repetition::freed(const Bytes& bytes, SourceLine line, bool traced) {
   const std::lock_guard lock(mutex_);
   return give_back(memory_.take_back(bytes), line, traced);
 }
 
-std::optional<StreamKey> Repetition::give_back(LiveBlock block, SourceLine line, bool traced) {
+std::optional<FreedAtOnce> Repetition::give_back(LiveBlock block, SourceLine line, bool traced) {
   std::vector<int64_t> recordings;
   bool reused_at_once = true;
   for (const auto& user : block.users) {
@@ -272,7 +281,7 @@ std::optional<StreamKey> Repetition::give_back(LiveBlock block, SourceLine line,
     entry.line = line;
     append(std::move(entry));
   }
-  return reused_at_once ? block.owner : std::nullopt;
+  return reused_at_once ? std::optional(FreedAtOnce{*block.owner, block.integers}) : std::nullopt;
 }
 
 void Repetition::stream_recorded(c10::DeviceIndex device, const void* pointer, StreamKey on) {

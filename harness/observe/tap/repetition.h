@@ -41,6 +41,7 @@ struct Entry {
 struct LaunchEntry {
   uint64_t repetition = 0;
   int64_t entry = -1;
+  bool integers = false; // whether it takes integers, which may be indices
 };
 
 enum class HoldState : uint8_t { Missing, Undecided, Pending, Forced, Ran };
@@ -74,6 +75,12 @@ struct LaunchTicket {
 // A wait of the host: decides, before the host waits, whether each hold that it reaches is still pending.
 class HostSync;
 
+// A block that its owner may be given again at once.
+struct FreedAtOnce {
+  StreamKey owner;
+  bool integers;
+};
+
 class Repetition {
  public:
   void begin(const std::vector<std::pair<StreamKey, int64_t>>& holds, bool serial, bool lines);
@@ -101,9 +108,9 @@ class Repetition {
       const std::string* node,
       SourceLine line,
       std::vector<AccessedBytes> accesses,
-      const std::vector<Bytes>& storages);
+      const std::vector<TouchedStorage>& storages);
   // What it gave back, once it has returned. Memory that was handed out to a launch inside it is that launch's.
-  void launch_returned(LaunchEntry launch, std::vector<AccessedBytes> accesses, const std::vector<Bytes>& storages);
+  void launch_returned(LaunchEntry launch, std::vector<AccessedBytes> accesses, const std::vector<TouchedStorage>& storages);
   void launch_held(size_t hold, void* event);
   // `to` continues after everything enqueued on `from`, by a wait that PyTorch's copy between devices issues below
   // the guard.
@@ -117,7 +124,7 @@ class Repetition {
   // A caching allocator has handed out bytes to the current stream.
   void allocated(const Bytes& bytes, StreamKey owner, bool traced);
   // They have been given back. Returns their owner where the allocator reuses them at once, without waiting for anybody.
-  std::optional<StreamKey> freed(const Bytes& bytes, SourceLine line, bool traced);
+  std::optional<FreedAtOnce> freed(const Bytes& bytes, SourceLine line, bool traced);
   // record_stream of the memory that begins at this address, be it on the owner.
   void stream_recorded(c10::DeviceIndex device, const void* pointer, StreamKey on);
   // Somebody else listens to the allocators of a thread: then accesses cannot be judged and are left out.
@@ -160,9 +167,10 @@ class Repetition {
   // Whether each hold in `positions` is pending, asked of the device without the mutex.
   std::vector<bool> ask_pending(const std::vector<size_t>& positions);
   // All of these expect the mutex to be held.
+  void touch(const std::vector<TouchedStorage>& storages);
   Entry& append(Entry entry);
   int64_t record(StreamKey on);
-  std::optional<StreamKey> give_back(LiveBlock block, SourceLine line, bool traced);
+  std::optional<FreedAtOnce> give_back(LiveBlock block, SourceLine line, bool traced);
   void arrange();
 
   std::atomic<bool> running_{false};
