@@ -202,6 +202,54 @@ def test_retained_gradient_of_an_intermediate_result(lab, ambient):
         lab.observe(leaf.grad, 9.0)
 
 
+@pytest.mark.parametrize("gradient", ["new", "accumulated"])
+@default_and_side
+def test_leaf_is_the_root(lab, ambient, gradient):
+    """Backward of a leaf itself accumulates the seed on the leaf's stream, between two waits like any gradient."""
+    leaf, _ = leaf_and_factor(lab)
+    with lab.preparing():
+        with lab.stream("first"):
+            kept = leaf.clone()  # noqa: F841
+        if gradient == "accumulated":
+            leaf.grad = full(lab, 10.0)
+    seeds = []
+    with lab.stream(ambient):
+        seeds.append(torch.ones_like(leaf))
+        leaf.backward(seeds[0])
+        seeds.clear()
+        lab.observe(leaf.grad, 11.0 if gradient == "accumulated" else 1.0)
+
+
+class FusedWeightGradient(torch.autograd.Function):
+    """A product whose backward adds to the weight's main gradient itself, and returns none, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, value, weight):
+        ctx.save_for_backward(value)
+        ctx.weight = weight
+        return value * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (value,) = ctx.saved_tensors
+        ctx.weight.main_grad.add_(gradient * value)
+        return None, None
+
+
+@default_and_side
+@pytest.mark.contract("torch.autograd.Function")
+def test_gradient_that_a_function_accumulates_itself(lab, ambient):
+    """What a custom Function writes in its backward is ready as gradients are, on the stream of its forward."""
+    with lab.preparing():
+        weight = lab.keep(full(lab, 2.0, requires_grad=True))
+        weight.main_grad = full(lab, 10.0)
+        with lab.stream("forward"):
+            product = FusedWeightGradient.apply(full(lab, 3.0), weight)
+    with lab.stream(ambient):
+        product.backward(torch.ones_like(product))
+        lab.observe(weight.main_grad, 13.0)
+
+
 # Over iterations.
 
 

@@ -355,6 +355,24 @@ def test_optimizer_in_the_backward(lab, ambient, first_used, stream):
     assert leaf.grad is None and streams == [lab.stream(stream)]
 
 
+@pytest.mark.contract("torch.autograd.graph.Node.register_hook")
+def test_hook_of_the_node_that_accumulates(lab):
+    """A hook of a leaf's node, as a reducer registers it, runs on the leaf's stream after the gradient is there."""
+    leaf, _, output = chain(lab, first_used="leaf")
+    streams, reduced = [], []
+
+    def reduce(*_):
+        streams.append(current())
+        reduced.append(leaf.grad * 0.5)
+        leaf.grad = None
+
+    torch.autograd.graph.get_gradient_edge(leaf).node.register_hook(reduce)
+    with lab.stream("ambient"):
+        output.backward(torch.ones_like(output))
+        lab.observe(reduced[0], 6.0)
+    assert streams == [lab.stream("leaf")]
+
+
 @pytest.mark.contract("torch.Tensor.register_post_accumulate_grad_hook")
 def test_optimizer_in_the_backward_over_iterations(lab):
     """With a leaf on each of three streams, the next forwards need no wait for steps that ran on their own streams."""
