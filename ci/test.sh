@@ -4,7 +4,7 @@ set -euo pipefail
 # shellcheck source=ci/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-suite_count=200
+suite_count=40
 parts=(ruff format mypy harness suite twins)
 
 usage() {
