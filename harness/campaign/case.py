@@ -24,6 +24,8 @@ from harness.perturb.plan import LaunchId, Plan
 
 _ORACLES = 2
 """How many oracles must see a control race in a repetition that holds its racing access: values and happens-before."""
+_VALUES_ALONE = 1
+"""The same where happens-before does not see the race at all: on a real device, what the host does to pinned memory."""
 
 _WARM_UPS = 3
 """Unheld runs on a real device before anything counts: kernels are loaded at their first launch, and caches fill."""
@@ -59,6 +61,8 @@ class Discovery:
     """In order, with source lines."""
     aimed: frozenset[LaunchId]
     """For a control: the launches to hold so that the race shows."""
+    oracles: int
+    """How many oracles can see that race."""
 
     def order(self) -> list[LaunchId]:
         """The launches in submission order."""
@@ -77,13 +81,13 @@ class Case:
         self._session = session
         self._lab = lab
         self._hold = session.hold_length()
+        # On the simulator where a synchronization is left out: for the rest happens-before sees what no value shows.
+        options = session.options
+        self._poisons = session.instrument.can_poison and (
+            not session.simulated or options.twins or options.fault is not None
+        )
         self.discovery: Discovery | None = None
         self._running: tuple[int, Plan] | None = None
-
-    @property
-    def can_poison(self) -> bool:
-        """Whether the device's memory can be poisoned while the case runs."""
-        return self._session.instrument.can_poison
 
     def is_broken_by(self, error: BaseException) -> bool:
         """Whether an error has left the device unusable for the rest of the process."""
@@ -132,7 +136,9 @@ class Case:
             raise self._varies(f"{differing} only sometimes")
         frees = [entry for entry in serial.recording.trace if type(entry) is Free]
         host_accesses = [entry for entry in serial.recording.trace if type(entry) is HostAccess]
-        self.discovery = Discovery(launches, frees, host_accesses, self._aimed(launches, baseline))
+        seen = bool(baseline.judgement.races) or self._session.simulated
+        oracles = _ORACLES if seen else _VALUES_ALONE
+        self.discovery = Discovery(launches, frees, host_accesses, self._aimed(launches, baseline), oracles)
         return self.discovery
 
     def _varies(self, how: str) -> CaseError:
@@ -163,11 +169,6 @@ class Case:
             )
         return aimed
 
-    def _fault(self) -> dict[str, Any]:
-        fault = self._session.options.fault
-        # As the twins are run, which this is to replay.
-        return {} if fault is None else {"fault": fault, "poison_memory": self.can_poison}
-
     def once(self, plan: Plan, *, number: int = 0, serial: bool = False, **settings: Any) -> Repetition:
         """Run the body once and judge it; the settings are those of ``run_repetition``.
 
@@ -180,6 +181,7 @@ class Case:
             plan,
             with_happens_before=not serial,
             serial=serial,
+            poison_memory=self._poisons,
             **settings,
         )
         if any(outcome.state is HoldState.RAN for outcome in repetition.holds):
@@ -226,7 +228,7 @@ class Case:
             with turns.turn(), watchdog.guard():
                 self._check_fault(options.fault)
         result.launches = len(order)
-        result.oracles = _ORACLES
+        result.oracles = discovery.oracles
         result.cycle_length = cycle_length(len(order)) if options.plan is None else 0
         for number in numbers(result.cycle_length or 1):
             plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)
@@ -235,7 +237,7 @@ class Case:
             try:
                 # The wait for the turn is no part of what the watchdog times.
                 with turns.turn(), watchdog.guard():
-                    repetition = self.once(plan, number=number, **self._fault())
+                    repetition = self.once(plan, number=number, fault=options.fault)
             except RepetitionTimeout as timeout:
                 self._time_out(timeout, number, plan, result, writer, watchdog)
                 # What the device still has to do is unknown, so nothing after this can be trusted.

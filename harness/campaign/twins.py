@@ -114,9 +114,8 @@ class Runs:
             InfrastructureError: an error has left the device unusable for the rest of the process.
             Exception: whatever the body raised, or a launch that was carried out late.
         """
-        # Poisoned, so that a stale read finds neither what it should nor what was right the last time.
         with self._turns.turn(), self._watchdog.guard():
-            return self.case.once(plan, poison_memory=self.case.can_poison, **settings)
+            return self.case.once(plan, **settings)
 
     def twin(self, plan: Plan, fault: Fault, **settings: Any) -> Repetition | Exception:
         """Run it with a fault; an error that the fault makes it end with is an answer, too.

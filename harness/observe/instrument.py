@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from harness.errors import UsageError
+from harness.observe import unused_memory
 from harness.observe.holds import HoldOutcome, HoldState
 from harness.observe.schedule_report import ScheduleReport
 from harness.observe.streams import StreamNames, StreamsByAppearance
@@ -131,6 +132,8 @@ class Instrument:
         if poison_memory != self._poisons:
             self._native.set_poisoning(poison_memory)
             self._poisons = poison_memory
+        if poison_memory and hasattr(self._native, "fill"):
+            unused_memory.overwrite(self._native, torch.cuda.memory_snapshot())
         if schedule != SUBMISSION_ORDER:
             self._set_schedule(schedule)
         try:

@@ -186,6 +186,7 @@ DISCOVERY = Discovery(
     [Free(0, 0, 1024, "fill", (), SourceLine("nowhere.py", 19))],
     [HostAccess("aten::sum", None, SourceLine("nowhere.py", 21), (READ,))],
     frozenset(),
+    oracles=2,
 )
 MISMATCH = Mismatch("observation 0", SourceLine("nowhere.py", 17), "poison", "15.0", "nan", (0,), 256, 256, 256)
 

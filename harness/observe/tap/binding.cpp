@@ -216,6 +216,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         set_poisoning(on);
       },
       py::arg("on"));
+  module.def(
+      "fill",
+      [](int64_t device, uint64_t address, uint64_t size_bytes) {
+        const c10::Device of(device_guard()->type(), static_cast<c10::DeviceIndex>(device));
+        fill_with_poison(reinterpret_cast<void*>(address), size_bytes, device_guard()->getStream(of), 0);
+      },
+      py::arg("device"),
+      py::arg("address"),
+      py::arg("size_bytes"));
   module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(without_gil(std::move(callable))); });
   module.def("is_launch", &is_launch, py::arg("operation"), py::arg("device_type"));
   module.def("ignore_this_thread", [](bool on) { this_thread().ignored = on; }, py::arg("on"));
