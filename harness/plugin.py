@@ -424,8 +424,11 @@ def _shown(path: Path) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
-    """Keep pytest-repeat from making an item of every repetition of a case."""
-    if "lab" not in metafunc.fixturenames:
+    """Keep pytest-repeat from making an item of every repetition of a case.
+
+    What is profiled is run once: a timeline is looked at, and no race is looked for.
+    """
+    if not {"lab", "profiled"} & set(metafunc.fixturenames):
         return (yield)
     try:
         repetition_count(metafunc.definition)

@@ -445,3 +445,9 @@ def test_a_case_that_needs_more_devices_than_there_are_is_not_covered(suite):
     assert ran.code == 0 and "not covered: needs 3 devices, and there is 2" in ran.output
     suite.write(marked.format(count=2))
     assert "1 passed" in suite.run().output
+
+
+def test_what_is_profiled_is_one_test_whatever_the_count(suite):
+    suite.write("def test_overlap(profiled):\n    pass\n")
+    ran = suite.run("--count", "40", "-rs")
+    assert "1 skipped" in ran.output and "takes a real device to see" in ran.output
