@@ -232,8 +232,11 @@ def test_the_same_stream_is_recognized_although_the_pool_gives_another() -> None
 class AsARealDevice:
     """The simulator, as something that does not trace itself."""
 
-    device = torch.device("sim", 0)
     device_count = 2
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("sim", 0)  # torch knows the name from the registration on
 
     def describe(self) -> dict[str, str]:
         return {}
