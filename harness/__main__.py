@@ -141,6 +141,53 @@ def upstream(
 
 
 @app.command()
+def catalogue(
+    tests: Annotated[list[str] | None, typer.Argument(help="files, folders, node ids; without any, the suite")] = None,
+    with_twins: Annotated[
+        bool, typer.Option("--twins", help="run the twins on the simulator, for what runs tell")
+    ] = False,
+    processes: Annotated[str | None, typer.Option("-n", help="workers of the twins: a number or auto")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    write: Annotated[bool, typer.Option("--write", help="write docs/catalogue.md; with --twins")] = False,
+) -> None:
+    """List every case: its promise, the source, what it needs; with --twins its streams, engine edges and twins."""
+    from harness import catalogue
+
+    if write and (tests or not with_twins):
+        raise UsageError(f"--write writes the whole catalogue, twins included: {catalogue.COMMAND}.")
+    with tempfile.TemporaryDirectory() as folder:
+        cases, twins = Path(folder) / "cases.json", Path(folder) / "twins.json"
+        code = _pytest(["-q", "--collect-only", "--catalogue-json", str(cases)], tests)
+        if not cases.exists():
+            raise typer.Exit(code)
+        made = catalogue.Catalogue.from_json(json.loads(cases.read_text()))
+        if with_twins:
+            workers = ["-n", processes] if processes is not None else []
+            code = _pytest(["-q", "--twins", "--twins-json", str(twins), *workers], tests, silent=False)
+            if twins.exists():
+                made.add_twins(json.loads(twins.read_text())["cases"])
+    if as_json:
+        print(json.dumps(made.to_json(), indent=1))
+    elif write:
+        catalogue.PATH.write_text(made.to_markdown())
+        _announce(f"Wrote {catalogue.PATH}")
+    else:
+        print(made.to_markdown(), end="")
+    raise typer.Exit(code)
+
+
+def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) -> int:
+    """Run pytest on the simulator in a process of its own, its output on standard error; silent unless it fails."""
+    command = [sys.executable, "-m", "pytest", "--device", "sim", *options, "--", *(tests or [])]
+    if not silent:
+        return subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        _announce(done.stdout)
+    return done.returncode
+
+
+@app.command()
 def operators(
     names: Annotated[list[str] | None, typer.Argument(help="operators to compare; without any, all")] = None,
     processes: Annotated[int, typer.Option(min=1, help="how many processes share the work")] = os.cpu_count() or 1,

@@ -202,6 +202,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--twins-json", default=None, metavar="FILE", help="write what --twins found to FILE as well")
     group.addoption(
+        "--catalogue-json", default=None, metavar="FILE", help="write what is known of the collected cases to FILE"
+    )
+    group.addoption(
         "--leave-out",
         default=None,
         metavar="SYNCHRONIZATION",
@@ -473,6 +476,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if hasattr(config, "workerinput"):
         distribution.slice_items(session.items, config.workerinput["workercount"], repetition_count)
     run = config.stash[RUN]
+    if run.prints_summary and config.option.catalogue_json is not None:
+        _write_catalogue(Path(config.option.catalogue_json), session.items)
     if run.worker != "main" or config.option.collectonly:
         return
     from harness.report.progress import terminal_progress
@@ -480,6 +485,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     counts = [repetition_count(item) for item in session.items if "lab" in getattr(item, "fixturenames", ())]
     run.progress = terminal_progress(config.pluginmanager.getplugin("terminalreporter"))
     run.progress.total = sum(count or 0 for count in counts) if None not in counts else None
+
+
+def _write_catalogue(path: Path, items: Iterable[pytest.Item]) -> None:
+    import json
+
+    from harness import catalogue
+
+    try:
+        path.write_text(json.dumps(catalogue.collect(items).to_json(), indent=1))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    except OSError as error:
+        raise pytest.UsageError(f"--catalogue-json {path}: {error.strerror}.") from None
 
 
 # Running.

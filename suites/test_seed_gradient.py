@@ -16,6 +16,9 @@ import itertools
 import pytest
 import torch
 
+pytestmark = pytest.mark.contract("notes/cuda: stream semantics of backward passes; pytorch/pytorch#45787")
+COPIES = "notes/cuda: use pinned memory buffers"
+
 
 def tensor_backward(roots, seeds, leaves):
     for root, leaf in zip(roots, leaves, strict=True):
@@ -163,6 +166,7 @@ def pinned(like, value):
     return torch.full(like.shape, value, pin_memory=True)
 
 
+@pytest.mark.contract(COPIES)
 @pytest.mark.parametrize("order", [wait_stream, wait_event])
 @every_forward_stream
 def test_seed_copied_from_the_host_on_another_stream_that_is_waited_for(lab, order, forward):
@@ -179,6 +183,7 @@ def test_seed_copied_from_the_host_on_another_stream_that_is_waited_for(lab, ord
         lab.observe(leaf.grad, 15.0)
 
 
+@pytest.mark.contract(COPIES)
 @every_forward_stream
 def test_seed_copied_from_the_host_on_the_ambient_stream(lab, forward):
     """A non-blocking copy from pinned memory is an operation of its stream like any other: no wait is needed there."""
@@ -191,6 +196,7 @@ def test_seed_copied_from_the_host_on_the_ambient_stream(lab, forward):
         lab.observe(leaf.grad, 15.0)
 
 
+@pytest.mark.contract(COPIES)
 @pytest.mark.control(
     "A non-blocking copy is ordered with the stream that it is made on, and with no other.", aim="copy"
 )

@@ -16,7 +16,7 @@ import torch
 
 pytestmark = pytest.mark.devices(2)
 
-SEMANTICS = "https://docs.pytorch.org/docs/stable/notes/cuda.html#bwd-cuda-stream-semantics"
+SEMANTICS = "notes/cuda: stream semantics of backward passes"
 NODES = "torch/csrc/autograd/input_buffer.cpp, Stream sync contract when dealing with multi-deviced-ness"
 
 

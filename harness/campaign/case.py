@@ -93,6 +93,11 @@ class Case:
         """Whether an error has left the device unusable for the rest of the process."""
         return self._session.is_broken_by(error)
 
+    def device_of(self, stream: str) -> int | None:
+        """The device of a stream of this case; None if there is no such stream."""
+        key = self._session.instrument.names.key(stream)
+        return None if key is None else key[0]
+
     def where(self) -> str | None:
         """Which repetition is running, in words; None before the first."""
         if self._running is None:

@@ -21,6 +21,7 @@ from harness.campaign.repetition import Repetition
 from harness.campaign.turns import Turns
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
 from harness.errors import InfrastructureError, SidestreamError
+from harness.judge.engine_edges import crossed
 from harness.judge.order import implied, last_covered_launch
 from harness.judge.verdict import Verdict
 from harness.observe.synchronizations import Fault, Synchronization, SynchronizationId
@@ -75,6 +76,10 @@ class TwinStudy:
     """Whether it is such a defect."""
     issued: dict[str, int] = field(default_factory=dict)
     """How many synchronizations, records included, each issuer issued, by ``issuer kind``."""
+    streams: list[str] = field(default_factory=list)
+    """The streams that it launches on, in the order of their first launches."""
+    edges: list[str] = field(default_factory=list)
+    """The edges of the engine that it crosses (``harness/judge/engine_edges.py``); controls have them too."""
     twins: list[Twin] = field(default_factory=list)
     csan: bool | None = None
     """Whether the sanitizer reports the case with nothing left out; None if it was not asked or cannot say."""
@@ -149,29 +154,35 @@ def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watch
         CaseError: the case races as it is, or does not synchronize the same way each time.
         InfrastructureError: a repetition was cut.
     """
-    if case.control is not None:
-        return TwinStudy(case.nodeid, control=True, defect=case.control.defect)
+    runs = Runs(case, turns, watchdog)
     try:
-        return _study_all(Runs(case, turns, watchdog), most_repetitions)
+        runs.discover()
+        complete = runs.once(Plan(), lines=True, synchronizations=True)
+        study = _new_study(case, complete)
+        if case.control is None:
+            _check_complete(runs, complete)
+            _study_all(runs, complete, study, most_repetitions)
+        return study
     except RepetitionTimeout as timeout:
         raise InfrastructureError(f"{case.nodeid}: {timeout}") from None
 
 
-def _study_all(runs: Runs, most_repetitions: int) -> TwinStudy:
-    case = runs.case
-    runs.discover()
-    complete = runs.once(Plan(), lines=True, synchronizations=True)
-    _check_complete(runs, complete)
-    synchronizations = complete.recording.synchronizations
-    study = TwinStudy(case.nodeid, control=False)
-    for each in synchronizations:
+def _new_study(case: Case, complete: Repetition) -> TwinStudy:
+    control, recording = case.control, complete.recording
+    study = TwinStudy(case.nodeid, control=control is not None, defect=control is not None and control.defect)
+    for each in recording.synchronizations if control is None else ():
         key = f"{each.id.issuer} {each.id.kind}"
         study.issued[key] = study.issued.get(key, 0) + 1
-    for each in synchronizations:
+    study.streams = list(dict.fromkeys(launch.id.stream for launch in recording.launches()))
+    study.edges = sorted(crossed(recording.synchronizations, recording.trace, case.device_of))
+    return study
+
+
+def _study_all(runs: Runs, complete: Repetition, study: TwinStudy, most_repetitions: int) -> None:
+    for each in complete.recording.synchronizations:
         # What is not in the trace orders nothing by its nature: a wait for an event of the preparations.
         if each.id.kind != "record" and each.entries:
             study.twins.append(_study(runs, complete, each, most_repetitions))
-    return study
 
 
 def _check_complete(runs: Runs, complete: Repetition) -> None:

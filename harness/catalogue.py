@@ -1,0 +1,224 @@
+"""The catalogue: every case of the suite with what it promises, where that comes from, and what it crosses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from harness.judge.engine_edges import EDGES, named
+from harness.markers import control_marker, defect_marker
+from harness.report.outcome import counted
+
+PATH = Path(__file__).parent.parent / "docs" / "catalogue.md"
+COMMAND = "python -m harness catalogue --twins --write"
+
+SAFE, CONTROL, DEFECT = "safe", "control", "defect"
+
+_MEASURED = {"| `": 6, "| **": 4}
+"""How many columns of a table come before those that only a run can fill, by how its rows begin."""
+_TWINS = "Twins: "
+
+
+@dataclass(slots=True)
+class Entry:
+    """One case."""
+
+    nodeid: str
+    family: str
+    """The file, relative to the root of the suite."""
+    contract: str
+    """The first line of the file's docstring."""
+    case: str
+    """The name of the function."""
+    sentence: str
+    """The promise, from its docstring."""
+    sources: list[str]
+    """Where the promise comes from: the markers ``contract``, the nearest first."""
+    kind: str
+    """``safe``, ``control`` or ``defect``."""
+    unsafe: str | None
+    """For a control, the sentence that makes it unsafe; for a defect, the file that describes it."""
+    devices: int
+    """How many it needs."""
+    edges: list[str]
+    """The edges of the engine that it crosses; without a run, those that its code alone tells of."""
+    streams: list[str] | None = None
+    """The streams that it launches on; from a run, as all that follows."""
+    twins: dict[str, int] | None = None
+    """How many twins there are, by what became of them."""
+
+
+@dataclass(slots=True)
+class Catalogue:
+    """All cases, in the order of the suite."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def add_twins(self, studies: Iterable[Mapping[str, Any]]) -> None:
+        """Add what the twins found: the cases of the JSON that ``--twins-json`` writes."""
+        by_nodeid = {study["nodeid"]: study for study in studies}
+        for entry in self.entries:
+            study = by_nodeid.get(entry.nodeid)
+            if study is None:
+                continue
+            entry.streams = study["streams"]
+            entry.edges = sorted({*entry.edges, *study["edges"]})
+            entry.twins = {}
+            for twin in study["twins"]:
+                entry.twins[twin["outcome"]] = entry.twins.get(twin["outcome"], 0) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with what the edges are and how many cases cross each."""
+        edges = {name: {**edge._asdict(), "cases": self._crossing(name)} for name, edge in EDGES.items()}
+        return {"cases": [asdict(entry) for entry in self.entries], "edges": edges}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Catalogue:
+        """What ``to_json`` made the data of."""
+        return cls([Entry(**entry) for entry in data["cases"]])
+
+    def to_markdown(self) -> str:
+        """The document."""
+        kinds = [sum(entry.kind == kind for entry in self.entries) for kind in (SAFE, CONTROL, DEFECT)]
+        families = dict.fromkeys(entry.family for entry in self.entries)
+        lines = [
+            "# The catalogue",
+            "",
+            f"Made by `{COMMAND}`; do not edit it by hand.",
+            "",
+            f"{counted(len(self.entries), 'case')} in {counted(len(families), 'file')}: {kinds[0]:,} safe, "
+            f"{kinds[1]:,} controls (unsafe by their contract, so they must be seen to race), {kinds[2]:,} of known "
+            "defects of PyTorch (safe by their contract, and seen to race since PyTorch is wrong).",
+            "",
+            f"{_TWINS}{_describe_twins(self.entries) or 'not run'}.",
+            "",
+            "## Edges of the autograd engine",
+            "",
+            "| edge | what it orders | crossed where | source | cases |",
+            "|---|---|---|---|---:|",
+        ]
+        for name, edge in EDGES.items():
+            lines.append(_row([f"**{name}**", edge.what, edge.seen_as, edge.source, f"{self._crossing(name):,}"]))
+        for family in families:
+            entries = [entry for entry in self.entries if entry.family == family]
+            lines += ["", f"## [{family}](../{family})", "", entries[0].contract, ""]
+            lines += [
+                "| test | promise | source | kind | cases | devices | streams | edges | twins |",
+                "|---|---|---|---|---:|---:|---:|---|---|",
+            ]
+            for case in dict.fromkeys(entry.case for entry in entries):
+                lines.append(_row(_cells([entry for entry in entries if entry.case == case])))
+        return "\n".join(lines) + "\n"
+
+    def _crossing(self, edge: str) -> int:
+        return sum(edge in entry.edges for entry in self.entries)
+
+
+def static_part(markdown: str) -> list[str]:
+    """The document without what only a run can tell."""
+    lines = []
+    for line in markdown.splitlines():
+        kept = next((columns for start, columns in _MEASURED.items() if line.startswith(start)), None)
+        if not line.startswith(_TWINS):
+            lines.append(line if kept is None else " | ".join(line.split(" | ")[:kept]))
+    return lines
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _cells(entries: Sequence[Entry]) -> list[str]:
+    first = entries[0]
+    unsafe = ""
+    if first.kind == CONTROL:
+        unsafe = f" *Unsafe: {first.unsafe}*"
+    elif first.kind == DEFECT:
+        path = Path(str(first.unsafe))
+        unsafe = f" *Wrong in PyTorch: [{path.stem}]({path.relative_to('docs')}).*"
+    streams = sorted({len(entry.streams) for entry in entries if entry.streams is not None})
+    return [
+        f"`{first.case}`",
+        first.sentence + unsafe,
+        "; ".join(dict.fromkeys(source for entry in entries for source in entry.sources)),
+        ", ".join(dict.fromkeys(entry.kind for entry in entries)),
+        f"{len(entries):,}",
+        str(max(entry.devices for entry in entries)),
+        "" if not streams else str(streams[0]) if len(streams) == 1 else f"{streams[0]} to {streams[-1]}",
+        " ".join(sorted({edge for entry in entries for edge in entry.edges})),
+        _describe_twins(entries),
+    ]
+
+
+def _describe_twins(entries: Iterable[Entry]) -> str:
+    counts: dict[str, int] = {}
+    for entry in entries:
+        for outcome, number in (entry.twins or {}).items():
+            counts[outcome] = counts.get(outcome, 0) + number
+    parts = [f"{counts[outcome]:,} {outcome}" for outcome in ("killed", "redundant", "survived") if outcome in counts]
+    return ", ".join(parts)
+
+
+# From pytest's items.
+
+
+def collect(items: Iterable[pytest.Item]) -> Catalogue:
+    """The cases among the collected tests.
+
+    Raises:
+        UsageError: the markers of one are incomplete.
+    """
+    return Catalogue(
+        [_entry(item) for item in items if isinstance(item, pytest.Function) and "lab" in item.fixturenames]
+    )
+
+
+def _entry(item: pytest.Function) -> Entry:
+    control, defect = control_marker(item), defect_marker(item)
+    marker = item.get_closest_marker("devices")
+    return Entry(
+        nodeid=item.nodeid,
+        family=item.nodeid.partition("::")[0],
+        contract=(inspect.getdoc(item.module) or "").partition("\n")[0],
+        case=item.originalname,
+        sentence=" ".join((inspect.getdoc(item.function) or "").split()),
+        sources=list(dict.fromkeys(each.args[0] for each in item.iter_markers("contract"))),
+        kind=DEFECT if defect else CONTROL if control else SAFE,
+        unsafe=defect.report if defect else control.reason if control else None,
+        devices=marker.args[0] if marker else 1,
+        edges=sorted(named(_names(item))),
+    )
+
+
+def _names(item: pytest.Function) -> set[str]:
+    """The names that a case's code refers to, and that of what it uses of its own file."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[Any] = [item.function, *parameters]
+    while waiting:
+        thing = waiting.pop()
+        thing = getattr(thing, "__func__", thing)
+        if id(thing) in seen or getattr(thing, "__module__", None) != item.module.__name__:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, type):
+            waiting += vars(thing).values()
+        for code in _codes(getattr(thing, "__code__", None)):
+            found.update(code.co_names)
+            waiting += [vars(item.module).get(name) for name in code.co_names]
+    return found
+
+
+def _codes(code: CodeType | None) -> Iterator[CodeType]:
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes(constant)

@@ -1,0 +1,297 @@
+"""The catalogue: what it says of each case, which edges it finds, and that docs/catalogue.md is up to date."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import catalogue
+from harness.catalogue import Catalogue
+from harness.tests.suite_runner import REPOSITORY, Suite, new_suite
+
+SUITE = '''
+"""Families: each file is one.
+
+More of its contract.
+"""
+
+import threading
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.contract("notes/cuda")
+
+
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def at_once(work):
+    work()
+
+
+class CallsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value * 2.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: None)
+        return gradient * 2.0
+
+
+@pytest.mark.contract("pytorch/pytorch#1")
+@pytest.mark.parametrize("how", [at_once, in_a_thread])
+def test_ambient(lab, how):
+    """A promise | of
+    two lines."""
+    with lab.stream("forward"):
+        leaf, product = lab.product(2.0, 3.0)
+    with lab.stream("ambient") as ambient:
+        seed = lab.poisoned(product).fill_(5.0)
+        how(lambda: None)
+        product.backward(seed)
+        del seed
+        lab.observe(leaf.grad, 15.0)
+
+
+@pytest.mark.control("Nothing orders the fill.", aim="fill")
+def test_unordered(lab):
+    """The same without."""
+    leaf, product = lab.product(2.0, 3.0)
+    seed = lab.poisoned(product)
+    with lab.stream("fill"):
+        seed.fill_(5.0)
+    with lab.stream("ambient"):
+        product.backward(seed)
+        lab.observe(leaf.grad, 15.0)
+
+
+@pytest.mark.defect("docs/defects/x.md", aim="fill", torch="<1.0", devices=("cuda",))
+@pytest.mark.devices(2)
+def test_wrong(lab):
+    """Wrong in an old version."""
+    leaf, product = lab.product(2.0, 3.0)
+    CallsBack.apply(leaf).sum().backward()
+    lab.observe(leaf.grad, 2.0)
+
+
+def test_no_case():
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    return new_suite(tmp_path_factory.mktemp("suite"), SUITE.lstrip())
+
+
+@pytest.fixture(scope="module")
+def listed(suite: Suite) -> Any:
+    return json.loads(run(suite, "--json"))
+
+
+def run(suite: Suite, *arguments: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "harness", "catalogue", *arguments]
+    done = subprocess.run(
+        command, cwd=suite.folder, env=suite.environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def test_each_case_is_listed_without_running_it(listed: Any) -> None:
+    cases = listed["cases"]
+    assert [case["nodeid"].partition("::")[2] for case in cases] == [
+        "test_ambient[at_once]",
+        "test_ambient[in_a_thread]",
+        "test_unordered",
+        "test_wrong",
+    ]
+    once, threaded, unordered, wrong = cases
+    assert once == {
+        "nodeid": "test_written.py::test_ambient[at_once]",
+        "family": "test_written.py",
+        "contract": "Families: each file is one.",
+        "case": "test_ambient",
+        "sentence": "A promise | of two lines.",
+        "sources": ["pytorch/pytorch#1", "notes/cuda"],
+        "kind": "safe",
+        "unsafe": None,
+        "devices": 1,
+        "edges": [],
+        "streams": None,
+        "twins": None,
+    }
+    assert threaded["edges"] == ["k"]
+    assert (unordered["kind"], unordered["unsafe"]) == ("control", "Nothing orders the fill.")
+    assert (wrong["kind"], wrong["unsafe"], wrong["devices"]) == ("defect", "docs/defects/x.md", 2)
+    assert wrong["edges"] == ["h"]
+
+
+def test_runs_tell_streams_edges_and_twins(suite: Suite) -> None:
+    data = json.loads(run(suite, "--json", "--twins"))
+    once, _, unordered, wrong = data["cases"]
+    assert once["streams"] == ["ambient", "forward"]
+    assert once["edges"] == ["a", "e", "g"]
+    assert once["twins"] == {"killed": 2, "redundant": 1}
+    assert unordered["streams"] == ["fill", "default", "ambient"]
+    assert unordered["twins"] == {}
+    assert "h" in wrong["edges"]
+    assert data["edges"]["e"]["cases"] == 3
+    assert data["edges"]["e"]["source"].startswith("GraphTask::exec_post_processing")
+
+
+def test_the_document_has_a_row_a_test(suite: Suite, listed: Any) -> None:
+    text = run(suite)
+    assert text == Catalogue.from_json(listed).to_markdown()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    unordered = "The same without. *Unsafe: Nothing orders the fill.*"
+    wrong = "Wrong in an old version. *Wrong in PyTorch: [x](defects/x.md).*"
+    assert rows == [
+        "| `test_ambient` | A promise \\| of two lines. | pytorch/pytorch#1; notes/cuda | safe | 2 | 1 |  | k |  |",
+        f"| `test_unordered` | {unordered} | notes/cuda | control | 1 | 1 |  |  |  |",
+        f"| `test_wrong` | {wrong} | notes/cuda | defect | 1 | 2 |  | h |  |",
+    ]
+    assert "4 cases in 1 file: 2 safe, 1 controls" in text
+
+
+def test_what_only_a_run_can_tell_does_not_count_as_a_change(listed: Any) -> None:
+    plain, measured = Catalogue.from_json(listed), Catalogue.from_json(listed)
+    nodeid = plain.entries[0].nodeid
+    measured.add_twins([{"nodeid": nodeid, "streams": ["a"], "edges": ["c"], "twins": [{"outcome": "killed"}]}])
+    assert measured.to_markdown() != plain.to_markdown()
+    assert catalogue.static_part(measured.to_markdown()) == catalogue.static_part(plain.to_markdown())
+    plain.entries[0].sentence = "Another promise."
+    assert catalogue.static_part(measured.to_markdown()) != catalogue.static_part(plain.to_markdown())
+
+
+@pytest.mark.parametrize("arguments", [("--write",), ("--write", "--twins", "test_written.py")])
+def test_only_the_whole_catalogue_is_written(suite: Suite, arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "harness", "catalogue", *arguments]
+    done = subprocess.run(command, cwd=suite.folder, env=suite.environment(), capture_output=True, text=True)
+    assert done.returncode == 4
+    assert "--write writes the whole catalogue" in done.stderr
+
+
+# Edges that the suite above does not cross.
+
+EDGES = """
+import torch
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, inner):
+        ctx.save_for_backward(value)
+        ctx.inner = inner
+        return value * 2.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            again = ctx.saved_tensors[0].detach().requires_grad_()
+            with ctx.inner:
+                doubled = again * 2.0
+            doubled.backward(gradient)
+        again.grad.record_stream(torch.accelerator.current_stream())
+        return again.grad, None
+
+
+def test_reentrant(lab):
+    with lab.stream("forward"):
+        leaf, product = lab.product(2.0, 3.0)
+        result = Backward.apply(product, lab.stream("inner"))
+    with lab.stream("ambient"):
+        result.backward(torch.full_like(result, 5.0))
+        lab.observe(leaf.grad, 30.0)
+
+
+def test_host(lab):
+    with lab.preparing():
+        leaf = torch.full((256,), 2.0, requires_grad=True)
+        result = leaf.to(lab.device) * 3.0
+    with lab.stream("ambient"):
+        result.backward(torch.full_like(result, 5.0))
+    lab.observe(leaf.grad, 15.0)
+
+
+def test_sum(lab):
+    leaf, product = lab.product(2.0, 3.0)
+    with lab.preparing():
+        with lab.stream("one"):
+            one = product * 5.0
+        with lab.stream("two"):
+            two = product * 7.0
+        result = one + two
+    with lab.stream("ambient"):
+        result.backward(torch.full_like(result, 1.0))
+        lab.observe(leaf.grad, 36.0)
+
+
+def test_leaf(lab):
+    with lab.preparing():
+        leaf = torch.full((256,), 2.0, device=lab.device, requires_grad=True)
+        lab.keep(leaf * 3.0)
+        with lab.stream("forward"):
+            result = lab.keep(leaf * 3.0)
+    with lab.stream("forward"):
+        result.backward(torch.full_like(result, 5.0))
+        lab.observe(leaf.grad, 15.0)
+
+
+def test_devices(lab):
+    with lab.preparing():
+        leaf = torch.full((256,), 2.0, device=lab.device, requires_grad=True)
+        result = leaf.to("sim:1") * 3.0
+    result.backward(torch.full_like(result, 5.0))
+    lab.observe(leaf.grad, 15.0)
+"""
+
+
+def test_edges_are_told_by_who_synchronized_where(tmp_path: Path) -> None:
+    # Not every synchronization of these matters, so some twins survive.
+    data = json.loads(run(new_suite(tmp_path, EDGES), "--json", "--twins", code=1))
+    edges = {case["case"]: set(case["edges"]) for case in data["cases"]}
+    assert {"e", "i"} <= edges["test_reentrant"]
+    assert "j" in edges["test_host"] and "j" not in edges["test_devices"]
+    assert {"a", "b", "c"} <= edges["test_sum"]
+    assert "d" in edges["test_leaf"] and "d" not in edges["test_sum"]
+    assert {"f", "k"} <= edges["test_devices"] and "f" not in edges["test_sum"]
+
+
+# The suite's own.
+
+
+@pytest.fixture(scope="module")
+def own() -> Catalogue:
+    command = [sys.executable, "-m", "harness", "catalogue", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return Catalogue.from_json(json.loads(done.stdout))
+
+
+def test_each_case_has_a_sentence_and_a_source(own: Catalogue) -> None:
+    assert [entry.nodeid for entry in own.entries if not entry.sentence or not entry.sources] == []
+
+
+def test_each_known_defect_is_described(own: Catalogue) -> None:
+    reports = {str(entry.unsafe) for entry in own.entries if entry.kind == catalogue.DEFECT}
+    assert reports
+    assert {
+        path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "docs" / "defects").glob("*.md")
+    } == reports
+
+
+def test_the_document_is_up_to_date(own: Catalogue) -> None:
+    written = catalogue.static_part(catalogue.PATH.read_text())
+    assert written == catalogue.static_part(own.to_markdown()), f"run {catalogue.COMMAND}"
