@@ -169,7 +169,8 @@ def used_there_on_two_streams(lab, value, device, streams):
     with side:
         other = lab.keep(value * 7.0)
     own.wait_stream(side)
-    return other.to(device) + (value * 5.0).to(device), 12.0
+    # Their gradients differ, so that none can be taken for the other.
+    return other.to(device) * 2.0 + (value * 5.0).to(device), 19.0
 
 
 def copied_back(lab, value, device, streams):
