@@ -383,6 +383,71 @@ def test_sum_added_to_an_existing_gradient_without_a_wait(lab, create_graph):
     add_to_existing(lab, 2, create_graph, no_order)
 
 
+# One gradient for several nodes, of which one changes it in place. PyTorch does not wait for the others' reads.
+
+SHARED = pytest.mark.defect("docs/defects/shared_gradient.md", aim="side", torch=">=2.7", devices=("sim",))
+
+
+def sum_of_two_streams(lab, shared, other):
+    """shared + 3 other, whose gradient is that of both; other is used on a side stream."""
+    with lab.stream("side") as side:
+        tripled = other * 3.0
+    torch.accelerator.current_stream().wait_stream(side)
+    return shared + lab.keep(tripled)
+
+
+@SHARED
+def test_sum_takes_the_place_of_a_gradient_that_another_stream_reads(lab):
+    """The sum of the gradients of ``shared`` leaves alone what the other summand still reads."""
+    leaf, other = leaf_of(lab, 2.0), leaf_of(lab)
+    with lab.stream("ambient"):
+        shared = leaf * 2.0
+        fifth = shared * 5.0
+        (sum_of_two_streams(lab, shared, other) * 7.0 + fifth).sum().backward()
+        lab.observe(other.grad, 21.0)
+        lab.observe(leaf.grad, 24.0)
+
+
+@SHARED
+def test_residual_connection_around_two_streams(lab):
+    """x + a(x) + b(x): what b passes back to x leaves alone what the branch a still reads, on a stream of its own."""
+    with lab.preparing():
+        layers = [torch.nn.Linear(8, 8, bias=False, device=lab.device) for _ in range(3)]
+        for layer in layers:
+            torch.nn.init.ones_(layer.weight)
+    first, second, beside = lab.keep(layers)
+    leaf = leaf_of(lab, 1.0)
+    with lab.stream("ambient") as ambient:
+        x = leaf * 2.0
+        side = lab.stream("side")
+        side.wait_stream(ambient)
+        with side:
+            hidden = first(x)
+        b = beside(x)
+        with side:
+            a = lab.keep(second(hidden))
+        ambient.wait_stream(side)
+        ((x + a + b) * 3.0).sum().backward()
+        lab.observe(second.weight.grad, 8 * 16.0 * 3.0)
+        lab.observe(leaf.grad, 2.0 * (3.0 + 24.0 + 8 * 24.0))
+
+
+@SHARED
+@pytest.mark.contract(STEALING)
+def test_leaf_that_takes_over_a_gradient_that_another_stream_reads(lab):
+    """What a hook of the leaf makes of the leaf's gradient leaves alone what the other summand still reads."""
+    leaf, other = leaf_of(lab, 2.0), leaf_of(lab)
+
+    def scale(leaf):
+        leaf.grad.mul_(100.0)
+
+    leaf.register_post_accumulate_grad_hook(scale)
+    with lab.stream("ambient"):
+        (sum_of_two_streams(lab, leaf + 1.0, other) * 7.0).sum().backward()
+        lab.observe(other.grad, 21.0)
+        lab.observe(leaf.grad, 700.0)
+
+
 # Sparse gradients.
 
 

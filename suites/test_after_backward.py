@@ -250,6 +250,67 @@ def test_gradient_that_a_function_accumulates_itself(lab, ambient):
         lab.observe(weight.main_grad, 13.0)
 
 
+# Where no gradient goes on to a leaf. PyTorch waits for the streams of leaves, and of what autograd.grad returns.
+
+
+def not_ready(aim):
+    report = "docs/defects/unordered_intermediates.md"
+    return pytest.mark.defect(report, aim=aim, torch=">=2.7", devices=("sim",))
+
+
+def middle_and_product(lab):
+    leaf, factor = leaf_and_factor(lab)
+    with lab.preparing():
+        with lab.stream("first"):
+            middle = leaf * factor
+        with lab.stream("second"):
+            product = middle * factor
+    return lab.keep((middle, product))
+
+
+@default_and_side
+@not_ready("first")
+@pytest.mark.contract("torch.Tensor.backward: inputs")
+def test_gradient_of_an_intermediate_result_as_the_only_input(lab, ambient):
+    """Backward with ``inputs`` may be asked for a result in the middle of the graph; its gradient is ready too."""
+    middle, product = middle_and_product(lab)
+    with lab.stream(ambient):
+        product.backward(torch.ones_like(product), inputs=[middle])
+        lab.observe(middle.grad, 3.0)
+
+
+@not_ready("first")
+@pytest.mark.contract("pytorch/pytorch#57833, #37944")
+def test_callback_scales_the_gradient_of_an_intermediate_result(lab):
+    """There too a callback finds the gradient ready, and what it writes is ready for the ambient stream."""
+    middle, product = middle_and_product(lab)
+
+    def callback():
+        middle.grad.mul_(2.0)
+
+    product.register_hook(lambda _: queue_callback(callback))
+    with lab.stream("ambient"):
+        product.backward(torch.ones_like(product), inputs=[middle])
+        lab.observe(middle.grad, 6.0)
+
+
+@default_and_side
+@not_ready("forward")
+@pytest.mark.contract("torch.autograd.Function")
+def test_gradient_that_a_function_accumulates_itself_for_a_leaf_first_used_elsewhere(lab, ambient):
+    """What a custom Function writes is ready although the leaf, which belongs to another stream, gets no gradient."""
+    with lab.preparing():
+        weight = lab.keep(full(lab, 2.0, requires_grad=True))
+        weight.main_grad = full(lab, 10.0)
+        with lab.stream("first"):
+            kept = weight.clone()  # noqa: F841
+        with lab.stream("forward"):
+            product = FusedWeightGradient.apply(full(lab, 3.0), weight)
+    with lab.stream(ambient):
+        product.backward(torch.ones_like(product))
+        lab.observe(weight.main_grad, 13.0)
+
+
 # Over iterations.
 
 

@@ -118,3 +118,13 @@ def test_the_defect_with_roots_on_two_devices_shows_in_its_script():
         assert wrong == ("5 of 5" if order.endswith(late) else "0 of 5"), ran.stdout
         assert repaired == "0 of 5"
     assert ran.returncode == 1, ran.stderr
+
+
+@pytest.mark.parametrize("name", ["shared_gradient", "unordered_intermediates"])
+def test_a_defect_of_one_device_shows_in_its_script(name):
+    script = REPOSITORY / "docs" / "defects" / f"{name}_simulated.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    rows = [re.split(r" {2,}", line) for line in ran.stdout.splitlines()[2:-1]]
+    assert rows and all(row[-2:] == ["5 of 5", "0 of 5"] for row in rows), ran.stdout
+    assert ran.returncode == 1, ran.stderr
