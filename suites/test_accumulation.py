@@ -242,7 +242,9 @@ def test_sum_out_of_place_for_a_further_backward(lab, count):
     with lab.stream("ambient"):
         used = use_on_branches(lab, shared, branches_of(count), lambda shared, number: shared.square(), made_on)
         joined = weighted(used)
-        (gradient,) = torch.autograd.grad(joined.sum(), leaf, create_graph=True)
+        # In this thread, which then is the only one to hold what is given up below.
+        with torch.autograd.set_multithreading_enabled(False):
+            (gradient,) = torch.autograd.grad(joined.sum(), leaf, create_graph=True)
         weight = sum(range(2, count + 2))
         lab.observe(joined, 225.0 * weight)
         lab.observe(gradient, 2.0 * 75.0 * weight)
