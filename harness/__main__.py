@@ -101,7 +101,7 @@ def twins(
         file = Path(folder) / "twins.json"
         if as_json:
             options += ["--twins-json", str(file)]
-        command = [sys.executable, "-m", "pytest", *options, "--", *(tests or [])]
+        command = _pytest_command(options, tests)
         # A process of its own, whose output can go to standard error.
         code = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
         if file.exists():
@@ -176,9 +176,13 @@ def catalogue(
     raise typer.Exit(code)
 
 
+def _pytest_command(options: list[str], tests: list[str] | None) -> list[str]:
+    return [sys.executable, "-m", "pytest", *options, "--", *(tests or [])]
+
+
 def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) -> int:
     """Run pytest on the simulator in a process of its own, its output on standard error; silent unless it fails."""
-    command = [sys.executable, "-m", "pytest", "--device", "sim", *options, "--", *(tests or [])]
+    command = _pytest_command(["--device", "sim", *options], tests)
     if not silent:
         return subprocess.run(command, stdout=sys.stderr, check=False).returncode
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

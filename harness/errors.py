@@ -17,3 +17,8 @@ class UsageError(SidestreamError):
 
 class InfrastructureError(SidestreamError):
     """The machine, the driver or the toolchain failed, not the code under test."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error of somebody else's in one line: its type, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import UsageError
+from harness.errors import UsageError, first_line
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.plan import Plan
 
@@ -82,7 +82,7 @@ def form_opinion(runs: Runs, synchronizations: Sequence[str], raised: type[Excep
     try:
         opinion.complete = _reports(runs, None, raised)
     except Exception as error:
-        opinion.failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+        opinion.failure = first_line(error)
     for each in synchronizations:
         asked = opinion.complete is False
         opinion.twins[each] = _reports_twin(runs, SynchronizationId.parse(each), raised) if asked else None

@@ -20,7 +20,7 @@ from harness.campaign.case import Case, CaseError
 from harness.campaign.repetition import Repetition
 from harness.campaign.turns import Turns
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
-from harness.errors import InfrastructureError, SidestreamError
+from harness.errors import InfrastructureError, SidestreamError, first_line
 from harness.judge.engine_edges import crossed
 from harness.judge.order import implied, last_covered_launch
 from harness.judge.verdict import Verdict
@@ -136,7 +136,7 @@ class Runs:
             if self.case.is_broken_by(error):
                 raise InfrastructureError(
                     f"the device is unusable after {self.case.nodeid} under {plan} without {fault.target}: "
-                    f"{_first_line(error)}"
+                    f"{first_line(error)}"
                 ) from error
             return error
 
@@ -216,7 +216,7 @@ def _study(runs: Runs, complete: Repetition, left_out: Synchronization, most_rep
     unheld = runs.twin(Plan(), fault, lines=True)
     if isinstance(unheld, Exception):
         twin.outcome, twin.killed_by, twin.repetitions_to_kill = KILLED, [VALUES], 1
-        twin.note = f"it raised {_first_line(unheld)} with nothing held, so happens-before had nothing to judge"
+        twin.note = f"it raised {first_line(unheld)} with nothing held, so happens-before had nothing to judge"
         return twin
     _check_left_out(case, unheld, left_out.id)
     races = unheld.judgement.races
@@ -243,10 +243,6 @@ def _study(runs: Runs, complete: Repetition, left_out: Synchronization, most_rep
     else:
         twin.note = ORDERED_NOTHING
     return twin
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _check_left_out(case: Case, unheld: Repetition, name: SynchronizationId) -> None:
