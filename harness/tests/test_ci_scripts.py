@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -331,19 +332,24 @@ def test_a_pinned_environment_is_made_once_and_made_again_when_it_must_be(clone_
 
 
 @needs_venv
-def test_two_runs_make_one_environment(clone_without_pip: Path) -> None:
+def test_runs_at_one_time_make_one_environment(clone_without_pip: Path) -> None:
     clone = clone_without_pip
-    script = f'source "{clone}/ci/environment.sh"; prepare_environment; "$python" -c ""; sleep 0.5'
-    runs = [
-        subprocess.Popen(
-            ["bash", "-c", script], env={**os.environ, "PYTHON": sys.executable}, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
+    script = f'source "{clone}/ci/environment.sh"; prepare_environment; "$python" -c ""'
+    lock = clone / ".sidestream" / "environment.lock"
+    lock.parent.mkdir()
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # so that each finds no environment and has to wait, however slow its start
+        environment = {**os.environ, "PYTHON": sys.executable}
+        runs = [
+            subprocess.Popen(["bash", "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        for process in runs:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "Another run in this clone makes or uses .venv; waiting for it\n"
     outputs = [process.communicate(timeout=120)[1] for process in runs]
     assert [process.returncode for process in runs] == [0, 0, 0], outputs
     assert sum("Making .venv" in output for output in outputs) == 1, outputs
-    assert sum("waiting for it" in output for output in outputs) >= 1, outputs
 
 
 @needs_venv
