@@ -29,6 +29,7 @@ from harness.perturb.plan import Plan
 if TYPE_CHECKING:
     from harness.backends.select import Backend
     from harness.campaign.case import Case
+    from harness.campaign.csan import Sanitizer
     from harness.campaign.lab import Lab
     from harness.campaign.result import CaseResult
     from harness.campaign.session import Session
@@ -65,8 +66,8 @@ class Run:
     """What went wrong beside the cases, a sentence each."""
     progress: Progress | None = None
     broken: str | None = None
-    csan_raises: type[Exception] | None = None
-    """What PyTorch's CUDA Sanitizer raises, in the process that asks it."""
+    sanitizer: Sanitizer | None = None
+    """PyTorch's CUDA Sanitizer, in the process that asks it."""
     stderr_descriptor: int | None = None
     """Standard error as it was before pytest captured it."""
     _session: Session | None = None
@@ -86,7 +87,7 @@ class Run:
 
             if self.options.csan_folder is not None:
                 # Before anything is allocated.
-                self.csan_raises = csan.enable()
+                self.sanitizer = csan.enable()
             self._session = Session(self.options, announce=_announce)
             self.device = describe(self._session.backend)
         return self._session
@@ -626,9 +627,9 @@ def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
 
     options = run.options
     session = run.session()
-    if options.csan_folder is not None and run.csan_raises is not None:
+    if options.csan_folder is not None and run.sanitizer is not None:
         try:
-            csan.answer(Path(options.csan_folder), Runs(case, session.turns, run.watchdog()), run.csan_raises)
+            csan.answer(Path(options.csan_folder), Runs(case, session.turns, run.watchdog()), run.sanitizer)
         finally:
             session.turns.end()
         return

@@ -15,10 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UsageError, first_line
 from harness.observe.synchronizations import Fault, SynchronizationId
@@ -45,12 +45,41 @@ def require_cuda(device: str) -> None:
         )
 
 
-def enable() -> type[Exception]:
-    """Let the sanitizer watch this process from now on; returns what it raises."""
+class Sanitizer:
+    """PyTorch's CUDA Sanitizer, whose reports are collected instead of raised.
+
+    What it raises inside backward ends the process under Python 3.12: the exception unwinds a frame, that frees device
+    memory, and the sanitizer's own callback for the free runs Python code while the exception is still set
+    (torch 2.11; "Segmentation fault").
+    """
+
+    def __init__(self) -> None:
+        self._reports: list[Exception] = []
+
+    def collect(self, launched: Callable[..., list[Exception]]) -> Callable[..., list[Exception]]:
+        """The sanitizer's judgement of a launch, made to keep its reports and give none."""
+
+        def collecting(*arguments: Any) -> list[Exception]:
+            self._reports.extend(launched(*arguments))
+            return []
+
+        return collecting
+
+    def take(self) -> list[Exception]:
+        """What it has reported since this was asked last; in any thread."""
+        taken, self._reports = self._reports, []
+        return taken
+
+
+def enable() -> Sanitizer:
+    """Let the sanitizer watch this process from now on."""
     from torch.cuda import _sanitizer
 
+    sanitizer = Sanitizer()
+    handler: Any = _sanitizer.cuda_sanitizer.dispatch.event_handler
+    handler._handle_kernel_launch = sanitizer.collect(handler._handle_kernel_launch)
     _sanitizer.enable_cuda_sanitizer()
-    return _sanitizer.CUDASanitizerErrors
+    return sanitizer
 
 
 @dataclass(slots=True)
@@ -70,46 +99,46 @@ class Opinion:
 # In the sanitizer's process.
 
 
-def form_opinion(runs: Runs, synchronizations: Sequence[str], raised: type[Exception]) -> Opinion:
+def form_opinion(runs: Runs, synchronizations: Sequence[str], sanitizer: Sanitizer) -> Opinion:
     """Ask the sanitizer, which is enabled, about a case.
 
     Args:
         runs: of the case.
         synchronizations: which to leave out, one at a time.
-        raised: what the sanitizer raises, in the operation or out of the backward that it is part of.
+        sanitizer: which watches this process.
     """
     opinion = Opinion(runs.case.nodeid, None)
     try:
-        opinion.complete = _reports(runs, None, raised)
+        opinion.complete = _reports(runs, None, sanitizer)
     except Exception as error:
         opinion.failure = first_line(error)
     for each in synchronizations:
         asked = opinion.complete is False
-        opinion.twins[each] = _reports_twin(runs, SynchronizationId.parse(each), raised) if asked else None
+        opinion.twins[each] = _reports_twin(runs, SynchronizationId.parse(each), sanitizer) if asked else None
     return opinion
 
 
-def _reports(runs: Runs, fault: Fault | None, raised: type[Exception]) -> bool | None:
-    try:
-        repetition = runs.once(Plan(), synchronizations=True, fault=fault)
-    except raised:
+def _reports(runs: Runs, fault: Fault | None, sanitizer: Sanitizer) -> bool | None:
+    sanitizer.take()
+    repetition = runs.once(Plan(), synchronizations=True, fault=fault)
+    if sanitizer.take():
         return True
     if fault is None or any(each.left_out for each in repetition.recording.synchronizations):
         return False
     return None
 
 
-def _reports_twin(runs: Runs, left_out: SynchronizationId, raised: type[Exception]) -> bool | None:
+def _reports_twin(runs: Runs, left_out: SynchronizationId, sanitizer: Sanitizer) -> bool | None:
     try:
-        return _reports(runs, Fault(left_out), raised)
+        return _reports(runs, Fault(left_out), sanitizer)
     except Exception:  # not the sanitizer's, so it says nothing about the sanitizer
         return None
 
 
-def answer(folder: Path, runs: Runs, raised: type[Exception]) -> None:
+def answer(folder: Path, runs: Runs, sanitizer: Sanitizer) -> None:
     """Form the opinion on a case that is asked for, and write it."""
     questions = json.loads((folder / _QUESTIONS).read_text())
-    opinion = form_opinion(runs, questions[runs.case.nodeid], raised)
+    opinion = form_opinion(runs, questions[runs.case.nodeid], sanitizer)
     with (folder / _ANSWERS).open("a") as file:
         file.write(json.dumps(asdict(opinion)) + "\n")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,28 +36,22 @@ pytest_plugins = ["harness.plugin"]
 once = Case.once
 
 
-class Report(Exception):
-    pass
-
-
 def enable():
+    sanitizer = csan.Sanitizer()
+
     def reporting(self, *arguments, **settings):
         repetition = once(self, *arguments, **settings)
         if repetition.judgement.races or "false_alarm" in self.nodeid:
-            raise Report
+            sanitizer.collect(lambda: [RuntimeError("a race")])()
         return repetition
 
     Case.once = reporting
-    return Report
+    return sanitizer
 
 
 csan.enable = enable
 csan.require_cuda = lambda device: None
 """
-
-
-class Report(Exception):
-    """What the sanitizer of these tests raises."""
 
 
 Ask = Callable[..., csan.Opinion]
@@ -74,34 +69,34 @@ def session() -> Iterator[Session]:
 def ask(session: Session) -> Ask:
     """Asks a sanitizer about a body; by default one that reports what happens-before sees."""
 
-    def ask(synchronizations: list[str], raises: Callable[[Any], Exception | None] = race) -> csan.Opinion:
+    def ask(synchronizations: list[str], reports: Callable[[Any], bool] = races) -> csan.Opinion:
         lab = session.lab()
         case = Case("test_x.py::test_x", seed_elsewhere(lab), session, lab, None)
         watchdog = Watchdog(60.0, None)
         runs = Runs(case, Turns(None), watchdog)
         once = runs.once
+        sanitizer = csan.Sanitizer()
 
         def reporting(*arguments: Any, **settings: Any) -> Any:
             repetition = once(*arguments, **settings)
-            error = raises(repetition)
-            if error is not None:
-                raise error
+            launched = sanitizer.collect(lambda *ignored: [RuntimeError()] if reports(repetition) else [])
+            assert launched("stream", "read", "written") == []  # or the sanitizer would raise
             return repetition
 
         runs.once = reporting  # type: ignore[method-assign]
         try:
-            return csan.form_opinion(runs, synchronizations, Report)
+            return csan.form_opinion(runs, synchronizations, sanitizer)
         finally:
             watchdog.rest()
 
     return ask
 
 
-def race(repetition: Any) -> Exception | None:
-    return Report() if repetition.judgement.races else None
+def races(repetition: Any) -> bool:
+    return bool(repetition.judgement.races)
 
 
-def test_a_twin_is_seen_if_the_sanitizer_raises_without_the_synchronization(ask: Ask) -> None:
+def test_a_twin_is_seen_if_the_sanitizer_reports_without_the_synchronization(ask: Ask) -> None:
     names = ["wait@ambient:0/user", f"wait@forward:0/{NODE}", "record_stream@ambient:0/user", f"wait@ambient:0/{END}"]
     opinion = ask(names)
     assert (opinion.complete, opinion.failure) == (False, None)
@@ -113,26 +108,42 @@ def test_what_is_not_issued_under_the_sanitizer_says_nothing(ask: Ask) -> None:
 
 
 def test_a_report_of_the_complete_case_makes_its_twins_say_nothing(ask: Ask) -> None:
-    opinion = ask(["wait@ambient:0/user"], raises=lambda repetition: Report())
+    opinion = ask(["wait@ambient:0/user"], reports=lambda repetition: True)
     assert (opinion.complete, opinion.twins) == (True, {"wait@ambient:0/user": None})
 
 
 def test_an_error_that_is_not_the_sanitizer_s_is_no_report(ask: Ask) -> None:
-    opinion = ask(["wait@ambient:0/user"], raises=lambda repetition: ValueError("broken\nhere"))
+    def broken(repetition: Any) -> bool:
+        raise ValueError("broken\nhere")
+
+    opinion = ask(["wait@ambient:0/user"], reports=broken)
     assert (opinion.complete, opinion.failure) == (None, "ValueError: broken")
     assert opinion.twins == {"wait@ambient:0/user": None}
 
-    def without_the_wait(repetition: Any) -> Exception | None:
-        return ValueError() if repetition.judgement.races else None
+    def without_the_wait(repetition: Any) -> bool:
+        if races(repetition):
+            raise ValueError
+        return False
 
-    opinion = ask(["wait@ambient:0/user"], raises=without_the_wait)
+    opinion = ask(["wait@ambient:0/user"], reports=without_the_wait)
     assert (opinion.complete, opinion.twins) == (False, {"wait@ambient:0/user": None})
 
 
-def test_the_real_sanitizer_is_enabled_and_known_by_what_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_sanitizer_is_enabled_and_reports_instead_of_raising(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler:
+        def _handle_kernel_launch(self, *arguments: Any) -> list[Exception]:
+            return [RuntimeError(*arguments)]
+
+    handler = Handler()
     enabled: list[bool] = []
+    real = SimpleNamespace(dispatch=SimpleNamespace(event_handler=handler))
+    monkeypatch.setattr(_sanitizer, "cuda_sanitizer", real)
     monkeypatch.setattr(_sanitizer, "enable_cuda_sanitizer", lambda: enabled.append(True))
-    assert csan.enable() is _sanitizer.CUDASanitizerErrors and enabled == [True]
+    sanitizer = csan.enable()
+    assert enabled == [True]
+    assert handler._handle_kernel_launch("a") == [] and handler._handle_kernel_launch("b") == []
+    assert [error.args for error in sanitizer.take()] == [("a",), ("b",)]
+    assert sanitizer.take() == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA Sanitizer needs CUDA")
