@@ -28,7 +28,7 @@ from harness.report.outcome import outcome_of
 from harness.report.progress import Tail, Ticker, terminal_progress
 
 if TYPE_CHECKING:
-    from harness.plugin import Run
+    from harness.pytest_side.run import Run
 
 Report: TypeAlias = Any
 """A ``pytest.TestReport``, with the attributes that xdist (``node``) and this plugin (``sidestream``) add to it."""

@@ -117,7 +117,7 @@ def test_full_disk_loses_no_result(suite):
     (suite.folder / "conftest.py").write_text(
         "import os\nimport pathlib\n\npytest_plugins = ['harness.plugin']\n\n"
         "def pytest_collection_finish(session):\n"
-        "    from harness.plugin import RUN\n"
+        "    from harness.pytest_side.run import RUN\n"
         "    os.symlink('/dev/full', pathlib.Path(session.config.stash[RUN].directory) / 'main.jsonl')\n"
     )
     ran = suite.run("--count", "20")

@@ -18,7 +18,8 @@ from harness.campaign.store import RepetitionRecord
 from harness.distribution import WorkerInput, slice_items, split
 from harness.judge.verdict import Verdict
 from harness.perturb.plan import LaunchId, Plan
-from harness.plugin import Recorder, Run
+from harness.pytest_side.reporting import Recorder
+from harness.pytest_side.run import Run
 
 CASE = "test_x.py::test_x"
 PLANS = ["baseline", "hold=fill:0", "hold=ambient:0", "hold=fill:0,ambient:0"]

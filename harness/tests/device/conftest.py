@@ -11,7 +11,7 @@ import torch
 
 from harness.backends import simulator
 from harness.perturb.schedule import SubmissionOrder
-from harness.plugin import RUN
+from harness.pytest_side.run import RUN
 from harness.tests.device.accelerator import SCHEDULES, Accelerator
 
 # CUDA loads a kernel when it is first used, and that can wait for the device (CUDA Programming Guide, "Lazy Loading").

@@ -1,0 +1,161 @@
+"""The options of the pytest side: what they are, and what they mean once resolved on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.campaign.options import DEFAULT_LIMIT_S, Options
+from harness.errors import UsageError
+from harness.observe.synchronizations import Fault, SynchronizationId
+from harness.perturb.plan import Plan
+
+_LONGEST_LIMIT_S = 1e7
+_LONGEST_HOLD_MS = 1e5
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options of Sidestream."""
+    group = parser.getgroup("sidestream", "sidestream (streaming backward)")
+    group.addoption(
+        "--device", default="auto", help="auto, cuda, cuda:N or sim; auto: CUDA if there is a GPU (default: auto)"
+    )
+    group.addoption("--seed", type=int, default=0, help="seed of the plans that hold several launches (default: 0)")
+    group.addoption("--plan", default=None, help="the plan of every repetition: baseline, or hold=stream:index[,...]")
+    group.addoption(
+        "--hold-ms",
+        type=float,
+        default=None,
+        help="length of a hold on a real device (default: measured for each case)",
+    )
+    group.addoption("--load", default=None, help="keep the device busy meanwhile: compute (default: no load)")
+    group.addoption(
+        "--twins",
+        action="store_true",
+        help="run each case once for each of its synchronizations, with that one left out, and say what was noticed",
+    )
+    group.addoption(
+        "--twin-repetitions",
+        type=int,
+        default=None,
+        metavar="N",
+        help="aimed repetitions that a twin gets (default: 1 on sim, 3 on a real device)",
+    )
+    group.addoption(
+        "--csan",
+        action="store_true",
+        help="with --twins, ask PyTorch's CUDA Sanitizer about each twin as well, in a process of its own",
+    )
+    group.addoption("--twins-json", default=None, metavar="FILE", help="write what --twins found to FILE as well")
+    group.addoption(
+        "--catalogue-json", default=None, metavar="FILE", help="write what is known of the collected cases to FILE"
+    )
+    group.addoption(
+        "--leave-out",
+        default=None,
+        metavar="SYNCHRONIZATION",
+        help="leave one synchronization out in every repetition, such as wait@ambient:0/user; --twins names them",
+    )
+    group.addoption(
+        "--misdirect",
+        default=None,
+        metavar="WAIT",
+        help="make one wait for another event than was asked for, as a broken runtime might",
+    )
+    group.addoption(
+        "--repetition-timeout",
+        type=float,
+        default=DEFAULT_LIMIT_S,
+        metavar="SECONDS",
+        help=f"cut a repetition that takes longer (default: {DEFAULT_LIMIT_S:g})",
+    )
+    group.addoption(
+        "--results",
+        default=None,
+        metavar="DIRECTORY",
+        help="folder for the results of this run (default: a new one in .sidestream/runs, of which 20 are kept)",
+    )
+
+
+def options_of(config: pytest.Config) -> Options:
+    """What the user asked for, checked, with the device resolved; the environment is made ready for it.
+
+    Raises:
+        UsageError: it cannot be done.
+    """
+    option = config.option
+    if not hasattr(option, "count"):
+        raise UsageError("--count comes from pytest-repeat, which is not installed: pip install pytest-repeat.")
+    if option.count < 1:
+        raise UsageError(f"--count {option.count} runs nothing: give a number of repetitions from 1 on.")
+    if not 0 < option.repetition_timeout < _LONGEST_LIMIT_S:
+        raise UsageError(f"--repetition-timeout {option.repetition_timeout:g} makes no sense: give seconds above 0.")
+    if option.hold_ms is not None and not 0 < option.hold_ms < _LONGEST_HOLD_MS:
+        raise UsageError(
+            f"--hold-ms {option.hold_ms:g} holds nothing: give milliseconds from above 0 to 100,000, or leave it out."
+        )
+    from harness.backends import hardware_queues, visible_devices
+    from harness.perturb.load import parse_loads, require_real_device
+
+    loads = tuple(parse_loads(option.load)) if option.load is not None else ()
+    hardware_queues.use_all(os.environ)
+    visible_devices.put_first(option.device)
+    from harness.backends.select import resolve
+
+    device = resolve(option.device)
+    if loads:
+        require_real_device(device)
+    _check_twin_options(option)
+    from harness.campaign import csan
+
+    if option.csan:
+        csan.require_cuda(device)
+    return Options(
+        device=device,
+        seed=option.seed,
+        plan=Plan.parse(option.plan) if option.plan is not None else None,
+        hold_ms=option.hold_ms,
+        loads=loads,
+        limit_s=option.repetition_timeout,
+        stop_at_first_race=option.maxfail == 1,
+        fault=_fault(option),
+        twins=option.twins,
+        twin_repetitions=option.twin_repetitions,
+        csan_folder=csan.folder_of(),
+    )
+
+
+def _fault(option: Any) -> Fault | None:
+    for text, misdirect in ((option.leave_out, False), (option.misdirect, True)):
+        if text is not None:
+            return Fault(SynchronizationId.parse(text), misdirect)
+    return None
+
+
+def _check_twin_options(option: Any) -> None:
+    if option.leave_out is not None and option.misdirect is not None:
+        raise UsageError("--leave-out and --misdirect are two faults; give one of them.")
+    if option.misdirect is not None and SynchronizationId.parse(option.misdirect).kind != "wait":
+        raise UsageError(f"--misdirect {option.misdirect}: only the wait for an event can be misdirected.")
+    if option.csan and not option.twins:
+        raise UsageError("--csan goes with --twins, which is not given.")
+    if not option.twins:
+        for name in ("--twin-repetitions", "--twins-json"):
+            if getattr(option, name.strip("-").replace("-", "_")) is not None:
+                raise UsageError(f"{name} goes with --twins, which is not given.")
+        return
+    if option.twin_repetitions is not None and option.twin_repetitions < 1:
+        raise UsageError(f"--twin-repetitions {option.twin_repetitions} runs nothing: give a number from 1 on.")
+    for name, given in (
+        ("--count", option.count > 1),
+        ("--plan", option.plan is not None),
+        ("--leave-out", option.leave_out is not None),
+        ("--misdirect", option.misdirect is not None),
+    ):
+        if given:
+            raise UsageError(f"--twins chooses plans, repetitions and what to leave out itself; leave out {name}.")
+    if option.twins_json is not None and not Path(option.twins_json).absolute().parent.is_dir():
+        raise UsageError(f"--twins-json {option.twins_json}: there is no such folder.")

@@ -1,0 +1,122 @@
+"""The loop of repetitions inside one test, as pytest calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from harness import distribution
+from harness.errors import InfrastructureError, SidestreamError, UsageError
+from harness.pytest_side.run import RESULT, RUN, STUDY, Run
+
+if TYPE_CHECKING:
+    from harness.campaign.case import Case
+    from harness.campaign.lab import Lab
+
+
+def repetition_count(item: pytest.Item) -> int | None:
+    """How many repetitions were asked for; None (``--count 1``, the default) means one cycle of the case's plans.
+
+    Raises:
+        UsageError: the marker ``repeat`` has no sensible number.
+    """
+    marker = item.get_closest_marker("repeat")
+    count = item.config.option.count
+    if marker is not None:
+        count = marker.args[0] if marker.args else 0
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f"{item.nodeid}: @pytest.mark.repeat takes a number of repetitions from 1 on.")
+    return count if count > 1 else None
+
+
+def run_case(pyfuncitem: pytest.Function) -> None:
+    """Run a case: all its repetitions, or this worker's slice of them."""
+    import torch
+
+    from harness.campaign.case import Case
+    from harness.campaign.result import CaseResult
+    from harness.judge.verdict import Verdict
+    from harness.markers import control_of
+    from harness.report.failure import describe_failure
+    from harness.report.outcome import outcome_of
+
+    run = pyfuncitem.config.stash[RUN]
+    nodeid, position, slices = distribution.split(pyfuncitem.nodeid)
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    case = Case(
+        nodeid,
+        lambda: pyfuncitem.obj(**arguments),
+        run.session(),
+        cast("Lab", pyfuncitem.funcargs["lab"]),
+        control_of(pyfuncitem, torch.__version__, run.options.device),
+    )
+    if run.options.twins:
+        _study_twins(pyfuncitem, case, run)
+        return
+    count = repetition_count(pyfuncitem)
+
+    def numbers(cycle: int) -> Iterable[int]:
+        return range(position, count if count is not None else cycle, slices)
+
+    # In a worker it goes to the controller with the report; what is kept here would grow with the cases.
+    result = run.result(nodeid) if run.prints_summary else CaseResult(nodeid)
+    result.control = case.control.reason if case.control else None
+    result.defect = case.control is not None and case.control.defect
+    pyfuncitem.stash[RESULT] = result
+    try:
+        case.run(
+            numbers,
+            result,
+            run.writer(),
+            run.watchdog(),
+            describe=lambda case, repetition: describe_failure(case, repetition, run.options, run.device),
+            progress=run.progress.repetition if run.progress is not None else lambda: None,
+        )
+    except InfrastructureError as error:
+        run.broken = str(error)
+        raise
+    except SidestreamError:
+        raise
+    except (Exception, pytest.skip.Exception, pytest.xfail.Exception):
+        where = case.where()
+        if where is not None:
+            pyfuncitem.add_report_section("call", "sidestream", f"raised in {where}")
+        text = outcome_of(result).text if slices == 1 else None
+        if text is not None and result.count(Verdict.RACE) and case.control is None:
+            # A race that has been seen is not undone by a body that gives up later.
+            pytest.fail(text, pytrace=False)
+        raise
+    finally:
+        run.session().turns.end()
+    if slices == 1:
+        text = outcome_of(result).text
+        if text is not None:
+            pytest.fail(text, pytrace=False)
+
+
+def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
+    from harness.campaign import csan
+    from harness.campaign.twins import Runs, study_twins
+    from harness.report.twins import describe_survivors
+
+    options = run.options
+    session = run.session()
+    if options.csan_folder is not None and run.sanitizer is not None:
+        try:
+            csan.answer(Path(options.csan_folder), Runs(case, session.turns, run.watchdog()), run.sanitizer)
+        finally:
+            session.turns.end()
+        return
+    most = options.twin_repetitions or (1 if session.simulated else 3)
+    try:
+        study = item.stash[STUDY] = study_twins(case, most, session.turns, run.watchdog())
+    except InfrastructureError as error:
+        run.broken = str(error)
+        raise
+    finally:
+        session.turns.end()
+    if study.survivors:
+        pytest.fail(describe_survivors(study, options), pytrace=False)

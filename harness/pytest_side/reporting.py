@@ -1,0 +1,128 @@
+"""What becomes of the reports of cases: counts, the exit code, the summary at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from harness.pytest_side.run import Run
+
+
+class Recorder:
+    """Keeps what final reports say where the summary is printed, and ends a process whose device is broken."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take a case's counts, and the exit code that its failure asks for.
+
+        The counts are taken off the report, after xdist has sent it: pytest's own terminal reporter keeps every report,
+        in the workers as well.
+        """
+        from harness.campaign.result import CaseResult
+        from harness.report.outcome import outcome_of
+
+        data = report.__dict__.pop("sidestream", None)
+        study = report.__dict__.pop("sidestream_twins", None)
+        if not self._run.prints_summary:
+            return
+        if study is not None:
+            from harness.campaign.twins import TwinStudy
+
+            self._run.studies[report.nodeid] = TwinStudy.from_json(study)
+        code = getattr(report, "sidestream_exit_code", None)
+        if data is not None:
+            self._run.reported.add(report.nodeid)
+            result = self._run.results[report.nodeid] = CaseResult.from_json(data)
+            code = code or outcome_of(result).exit_code
+        if report.failed:
+            self._run.exit_codes.add(ExitCode(code or ExitCode.RACE))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        """Leave a process whose device is broken; with xdist another worker takes its place."""
+        if self._run.broken is None:
+            return
+        if self._run.worker == "main":
+            pytest.exit(self._run.broken, returncode=int(ExitCode.INFRASTRUCTURE))
+        os._exit(int(ExitCode.INFRASTRUCTURE))
+
+
+def settle_exit_code(run: Run, status: int) -> int:
+    """The exit status of the run: pytest's own, refined by why cases failed.
+
+    A race is a definite answer and outranks everything; a usage error comes before a broken machine, and that before a
+    run that proves nothing.
+    """
+    if status not in (ExitCode.CLEAN, ExitCode.RACE):
+        return status
+    for code in (ExitCode.RACE, ExitCode.USAGE, ExitCode.INFRASTRUCTURE, ExitCode.INCONCLUSIVE):
+        if code in run.exit_codes:
+            return int(code)
+    return status
+
+
+def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config, run: Run) -> None:
+    """Say what the run proved."""
+    from harness.judge.verdict import Verdict
+    from harness.report.outcome import outcome_of
+    from harness.report.summary import write_summary
+
+    controller = config.pluginmanager.getplugin("sidestream-controller")
+    if controller is not None:
+        for result in controller.interrupted():
+            run.results.setdefault(result.nodeid, result)
+    if run.studies:
+        _report_twins(terminalreporter, config, run)
+    if not run.results:
+        return
+    for nodeid, result in run.results.items():
+        # Cases that were cut off have no report, but a race that they have shown is known all the same.
+        text = None if nodeid in run.reported else outcome_of(result).text
+        if text is not None and result.count(Verdict.RACE):
+            terminalreporter.write_sep("_", f"{nodeid} (interrupted)")
+            terminalreporter.write_line(text)
+
+    write_summary(terminalreporter, run.results, run.options, run.load_reports, time.monotonic() - run.started)
+    terminalreporter.write_line(f"results: {shown(run.directory)}")
+    for failure in dict.fromkeys(run.failures):
+        terminalreporter.write_line(f"warning: {failure}", yellow=True)
+
+
+def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Config, run: Run) -> None:
+    from harness.report.twins import write_twins, write_twins_json
+
+    studies = [study for _, study in sorted(run.studies.items())]
+    if config.option.csan:
+        from harness.campaign import csan
+
+        warning = csan.ask(studies, run.options.device, config.rootpath, os.environ)
+        if warning is not None:
+            terminalreporter.write_line(f"warning: {warning}", yellow=True)
+    write_twins(terminalreporter, studies, run.options)
+    path = config.option.twins_json
+    if path is None:
+        return
+    try:
+        write_twins_json(Path(path), studies, run.options)
+    except OSError as error:
+        terminalreporter.write_line(
+            f"warning: --twins-json {path}: {error.strerror}; the twins are above.", yellow=True
+        )
+    else:
+        terminalreporter.write_line(f"twins: {path}")
+
+
+def shown(path: Path) -> str:
+    """A path as a user here would write it."""
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown
