@@ -716,6 +716,24 @@ def test_serial_gives_right_values_even_where_a_wait_is_missing(tap: Tap, patter
         assert values == [15.0]
 
 
+def test_serial_completes_an_operation_before_what_it_reads_is_freed_and_filled(tap: Tap) -> None:
+    owner, reader = streams(2)
+    found = []
+    tap.set_poisoning(True)
+    try:
+        for _ in range(5):
+            with repetition(tap, serial=True):
+                with owner:
+                    value = torch.ones(2**28, device="cuda")
+                with reader:
+                    total = value.sum()  # a millisecond or so, in which its input would be filled
+                del value
+            found.append(total.item())
+    finally:
+        tap.set_poisoning(False)
+    assert found == [2.0**28] * 5
+
+
 # Load.
 
 

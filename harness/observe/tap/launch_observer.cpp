@@ -391,6 +391,10 @@ void on_end(const at::RecordFunction& range, at::ObserverContext* context) {
     auto* const running = static_cast<Running*>(context);
     noting_errors(range, [&] { running->returned(range.outputs()); });
     running->end();
+    if (repetition().serial()) {
+      // At its end as well: what is freed before the next operation is filled on its owning stream at once.
+      noting_errors(range, [] { repetition().synchronize_used_devices(); });
+    }
   }
 }
 
