@@ -387,7 +387,7 @@ def test_sum_added_to_an_existing_gradient_without_a_wait(lab, create_graph):
 
 # One gradient for several nodes, of which one changes it in place. PyTorch does not wait for the others' reads.
 
-SHARED = pytest.mark.defect("docs/defects/shared_gradient.md", aim="side", torch=">=2.7", devices=("sim",))
+SHARED = pytest.mark.defect("docs/defects/shared_gradient.md", aim="side", torch=">=2.7", devices=("cuda", "sim"))
 
 
 def sum_of_two_streams(lab, shared, other):

@@ -255,7 +255,7 @@ def test_gradient_that_a_function_accumulates_itself(lab, ambient):
 
 def not_ready(aim):
     report = "docs/defects/unordered_intermediates.md"
-    return pytest.mark.defect(report, aim=aim, torch=">=2.7", devices=("sim",))
+    return pytest.mark.defect(report, aim=aim, torch=">=2.7", devices=("cuda", "sim"))
 
 
 def middle_and_product(lab):
