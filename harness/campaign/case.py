@@ -258,7 +258,7 @@ class Case:
             if options.stop_at_first_race and self.control is None and repetition.judgement.verdict is Verdict.RACE:
                 break
         writer.clear_in_flight()
-        result.hold_ms = 0.0 if self._session.simulated else self._hold.milliseconds
+        result.hold_ms = self._hold.milliseconds if self._session.holds_by_sleep else 0.0
 
     def _time_out(
         self,

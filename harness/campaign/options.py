@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from harness.observe.synchronizations import Fault
+from harness.perturb.hold import DEFAULT_KIND
 from harness.perturb.plan import Plan
 
 DEFAULT_LIMIT_S = 120.0
@@ -19,8 +20,10 @@ class Options:
     seed: int = 0
     plan: Plan | None = None
     """The one plan of every repetition, or None for the cycle of plans."""
+    hold: str = DEFAULT_KIND
+    """How launches are held on a real device: one of ``harness.perturb.hold.KINDS``."""
     hold_ms: float | None = None
-    """The length of a hold on a real device, or None to measure it."""
+    """The length of a sleep that holds a launch, or None to measure it."""
     loads: tuple[str, ...] = field(default=())
     limit_s: float = DEFAULT_LIMIT_S
     """How long a repetition may take before it is cut."""

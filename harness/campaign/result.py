@@ -63,7 +63,7 @@ class CaseResult:
     """Conclusive repetitions whose plan held the racing access of a control."""
     aimed_seen: int = 0
     hold_ms: float = 0.0
-    """The longest hold used, on a real device."""
+    """The longest sleep that held a launch, on a real device."""
     durations_us: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Sum and maximum."""
     causes: dict[str, Cause] = field(default_factory=dict)

@@ -12,9 +12,10 @@ from harness.backends.select import Backend, SimulatedBackend, open_backend
 from harness.campaign.lab import Lab, StreamPool
 from harness.campaign.options import Options
 from harness.campaign.turns import Turns
+from harness.errors import UsageError
 from harness.observe.instrument import Instrument
 from harness.observe.streams import StreamNames
-from harness.perturb.hold import HoldLength
+from harness.perturb.hold import GATE_LIMIT_MS, HoldLength
 
 _LOADED_TURN_S = 0.25
 
@@ -40,11 +41,13 @@ class Session:
         self._cycles_per_ms = 0.0
         self._load: Any = None
         self._warm_up()
+        if self.holds_by_gate:
+            self._use_gates()
         self.turns = self._open_turns()
         # In a turn, since what is measured here is measured wrong while other workers use the GPU.
         try:
             with self.turns.turn():
-                if not self.simulated:
+                if self.holds_by_sleep:
                     self._cycles_per_ms = self.backend.calibrate_sleep_cycles_per_ms()  # type: ignore[attr-defined]
                 if options.loads:
                     self._load = self._start_load()
@@ -68,6 +71,22 @@ class Session:
         from harness.observe import tap
 
         return tap.install(self.backend.device.type, announce)
+
+    @property
+    def holds_by_gate(self) -> bool:
+        """Whether launches are held by gates."""
+        return not self.simulated and self.options.hold == "gate"
+
+    @property
+    def holds_by_sleep(self) -> bool:
+        """Whether launches are held by sleeps, which have a length."""
+        return not self.simulated and self.options.hold == "sleep"
+
+    def _use_gates(self) -> None:
+        try:
+            self._native.use_gates(GATE_LIMIT_MS)
+        except RuntimeError as error:
+            raise UsageError(f"--hold gate cannot be had here: {error}; use --hold sleep.") from error
 
     def _start_load(self) -> Any:
         from harness.perturb.load.compute import ComputeLoad
@@ -114,8 +133,8 @@ class Session:
         return HoldLength()
 
     def set_hold(self, length: HoldLength) -> None:
-        """Make holds last this long from now on; the simulator's last until something forces them."""
-        if not self.simulated:
+        """Make sleeps last this long from now on; other holds last until something forces them."""
+        if self.holds_by_sleep:
             self._native.set_hold_cycles(int(length.milliseconds * self._cycles_per_ms))
 
     def is_broken_by(self, error: BaseException) -> bool:
@@ -136,3 +155,5 @@ class Session:
         if self._load is not None:
             self._load.stop()
             self._load = None
+        if self.holds_by_gate:
+            self._native.use_sleeps()

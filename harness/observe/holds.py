@@ -18,6 +18,8 @@ class HoldState(str, Enum):
     """A host sync of the body had to wait for it while it was pending: proof, for what was enqueued before."""
     RAN = "ran"
     """It had already run when the host first looked: no proof."""
+    EXPIRED = "expired"
+    """It was held for so long that the gate was opened by its watchdog: something else waited for it, so no proof."""
     MISSING = "missing"
     """The body never made this launch: no proof."""
 

@@ -12,6 +12,7 @@ from harness.judge.happens_before import Race
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
 from harness.observe.trace import Free, HostAccess, Launch, SourceLine, Trace
+from harness.perturb.hold import DEFAULT_KIND, GATE_LIMIT_MS
 
 NOT_FLAKY = (
     "A wrong value or an unordered access is never 'just flaky': it is a bug in PyTorch, in the driver or in this "
@@ -40,7 +41,8 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
     for outcome in repetition.holds:
         held = discovery.launches.get(outcome.launch)
         what = f" ({held.operation})" if held else ""
-        lines.append(f"  hold     {outcome.launch}{what}: {_HOLD_STATES[outcome.state]}{_at(outcome.line)}")
+        by = "" if options.device == "sim" else f", by a {options.hold}"
+        lines.append(f"  hold     {outcome.launch}{what}{by}: {_HOLD_STATES[outcome.state]}{_at(outcome.line)}")
     if judgement.attribution:
         lines.append(f"  cause    {judgement.attribution}")
     if judgement.disagreement:
@@ -55,6 +57,10 @@ _HOLD_STATES = {
     HoldState.PENDING: "still pending when the body had been enqueued",
     HoldState.FORCED: "pending until a host synchronization had to wait for it",
     HoldState.RAN: "had already run, so the hold was too short to show anything",
+    HoldState.EXPIRED: (
+        f"still held after {GATE_LIMIT_MS / 1000:g} s, so the watchdog opened its gate: what is not ordered after it "
+        "waited for it all the same (a hardware queue that streams share, an allocation, a kernel being loaded)"
+    ),
     HoldState.MISSING: "was never launched",
 }
 
@@ -63,6 +69,8 @@ def replay_command(nodeid: str, repetition: Repetition, options: Options) -> str
     """The command that runs exactly this repetition again."""
     parts = ["python", "-m", "pytest", nodeid, "--device", options.device, "--seed", str(options.seed)]
     parts += ["--plan", str(repetition.plan)]
+    if options.hold != DEFAULT_KIND:
+        parts += ["--hold", options.hold]
     if options.hold_ms is not None:
         parts += ["--hold-ms", f"{options.hold_ms:g}"]
     if options.fault is not None:

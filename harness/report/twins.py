@@ -16,6 +16,7 @@ from rich.table import Table
 
 from harness.campaign.options import Options
 from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, VALUES, Twin, TwinStudy
+from harness.perturb.hold import DEFAULT_KIND
 from harness.report.outcome import counted
 from harness.report.tables import add_by_file, new_table, rate, rendered
 
@@ -41,6 +42,8 @@ def replay_command(nodeid: str, twin: Twin, options: Options) -> str:
     """The command that runs one twin again, under the plan that was aimed at it."""
     # Not report/failure.py's command: that one replays a repetition, with its seed and load.
     parts = ["python", "-m", "pytest", nodeid, "--device", options.device, "--plan", twin.plan]
+    if options.hold != DEFAULT_KIND:
+        parts += ["--hold", options.hold]
     return shlex.join([*parts, "--leave-out", twin.synchronization])
 
 

@@ -5,8 +5,10 @@
 
 #include <c10/core/Device.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "device.h"
+#include "gates.h"
 #include "guard_tap.h"
 #include "launch_observer.h"
 #include "memory_reports.h"
@@ -53,6 +56,7 @@ void remove_tap() {
     return;
   }
   remove_launch_observer();
+  gates().stop_using();
   destroy_hold_events();
   remove_guard_tap();
   set_sleep_fallback(nullptr);
@@ -64,7 +68,7 @@ void begin_repetition(
     bool serial,
     bool lines) {
   require_installed();
-  if (!holds.empty() && !can_sleep()) {
+  if (!holds.empty() && !can_hold()) {
     throw std::runtime_error("nothing holds a stream of this device: it has no sleep kernel");
   }
   std::vector<std::pair<StreamKey, int64_t>> plan;
@@ -142,6 +146,8 @@ const char* state_name(HoldState state) {
       return "pending";
     case HoldState::Forced:
       return "forced";
+    case HoldState::Expired:
+      return "expired";
     case HoldState::Undecided: // never after the end of a repetition
     case HoldState::Ran:
       return "ran";
@@ -170,16 +176,33 @@ py::tuple finish_repetition() {
   return py::make_tuple(entries, outcomes);
 }
 
-// Keeps a Python callable for C++ threads: called and destroyed with the GIL.
-std::function<void(int64_t)> without_gil(py::function callable) {
-  const std::shared_ptr<py::function> shared(new py::function(std::move(callable)), [](py::function* held) {
-    const py::gil_scoped_acquire gil;
-    delete held;
-  });
-  return [shared](int64_t cycles) {
+// Keeps a Python callable for C++ threads: destroyed with the GIL, with which it is to be called as well.
+std::shared_ptr<py::function> kept(py::function callable) {
+  return {new py::function(std::move(callable)), [](py::function* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+std::function<void(int64_t)> sleep_by(py::function callable) {
+  return [shared = kept(std::move(callable))](int64_t cycles) {
     const py::gil_scoped_acquire gil;
     (*shared)(cycles);
   };
+}
+
+// Without a `wait` the driver's own is used.
+void use_gates(double limit_ms, std::optional<py::function> wait) {
+  require_installed();
+  Gates::Wait enqueue;
+  if (wait.has_value()) {
+    enqueue = [shared = kept(std::move(*wait))](const c10::Stream& stream, uint64_t address, uint32_t value) {
+      const py::gil_scoped_acquire gil;
+      (*shared)(static_cast<int>(stream.device_index()), stream.id(), address, value);
+    };
+  }
+  const std::chrono::duration<double, std::milli> limit(limit_ms);
+  gates().use(std::chrono::duration_cast<Gates::Clock::duration>(limit), std::move(enqueue));
 }
 
 } // namespace
@@ -206,6 +229,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("prefixes"));
   module.def("set_hold_cycles", &set_hold_cycles, py::arg("cycles"));
   module.def("can_sleep", &can_sleep);
+  module.def("use_gates", &use_gates, py::arg("limit_ms"), py::arg("wait") = py::none());
+  module.def("use_sleeps", [] { gates().stop_using(); });
   module.def("can_poison", &can_poison);
   module.def(
       "set_poisoning",
@@ -225,7 +250,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("device"),
       py::arg("address"),
       py::arg("size_bytes"));
-  module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(without_gil(std::move(callable))); });
+  module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(sleep_by(std::move(callable))); });
   module.def("is_launch", &is_launch, py::arg("operation"), py::arg("device_type"));
   module.def("ignore_this_thread", [](bool on) { this_thread().ignored = on; }, py::arg("on"));
   bind_synchronizations(module);

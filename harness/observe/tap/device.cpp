@@ -9,13 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "gates.h"
+
 namespace sidestream {
 namespace {
 
 using SleepKernel = void (*)(int64_t);
 using Fill = int (*)(void* pointer, int value, size_t size_bytes, void* stream);
 using HandleOf = void* (*)(const c10::Stream* stream);
-
 
 std::atomic<const c10::impl::DeviceGuardImplInterface*> guard{nullptr};
 std::atomic<SleepKernel> sleep_kernel{nullptr};
@@ -53,18 +54,6 @@ class CurrentDevice {
   c10::Device previous_;
 };
 
-// A function of a library that torch has loaded, or of one that this depends on. torch loads its libraries without RTLD_GLOBAL,
-// so the library must be named.
-void* find_in(const char* library, const char* symbol) {
-  void* const handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
-  if (handle == nullptr) {
-    return nullptr;
-  }
-  void* const found = dlsym(handle, symbol);
-  dlclose(handle); // the library stays loaded, torch holds it
-  return found;
-}
-
 void sleep_on_current_stream(int64_t cycles) {
   if (const auto kernel = sleep_kernel.load()) {
     kernel(cycles);
@@ -82,6 +71,17 @@ const c10::impl::DeviceGuardImplInterface* device_guard() {
 
 void set_device_guard(const c10::impl::DeviceGuardImplInterface* original) {
   guard.store(original, std::memory_order_release);
+}
+
+void* find_in(const char* library, const char* symbol) {
+  // torch loads its libraries without RTLD_GLOBAL, so the library must be named.
+  void* const handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+  if (handle == nullptr) {
+    return nullptr;
+  }
+  void* const found = dlsym(handle, symbol);
+  dlclose(handle); // the library stays loaded, torch holds it
+  return found;
 }
 
 bool find_sleep_kernel() {
@@ -116,13 +116,21 @@ bool find_fill() {
   return false;
 }
 
+bool has_native_streams() {
+  return handle_of.load() != nullptr;
+}
+
+void* native_stream(const c10::Stream& stream) {
+  return handle_of.load()(&stream);
+}
+
 bool can_poison() {
   return fill.load() != nullptr;
 }
 
 void fill_with_poison(void* pointer, size_t size_bytes, const c10::Stream& stream, int byte) {
   const CurrentDevice current(stream.device());
-  const int error = fill.load()(pointer, byte, size_bytes, handle_of.load()(&stream));
+  const int error = fill.load()(pointer, byte, size_bytes, native_stream(stream));
   TORCH_CHECK(error == 0, "filling freed memory failed with error ", error, " of the runtime");
 }
 
@@ -138,7 +146,22 @@ void set_hold_cycles(int64_t cycles) {
   hold_cycles = cycles;
 }
 
+bool can_hold() {
+  return gates().in_use() || can_sleep();
+}
+
 void* enqueue_hold(size_t position, const c10::Stream& stream) {
+  const CurrentDevice current(stream.device());
+  if (gates().in_use()) {
+    gates().enqueue_wait(position, stream);
+  } else {
+    // The j-th hold sleeps j + 1 times as long, so that holds are released in the order of the plan.
+    sleep_on_current_stream(hold_cycles.load() * (static_cast<int64_t>(position) + 1));
+  }
+  return record_event(stream);
+}
+
+void* record_event(const c10::Stream& stream) {
   const auto device = stream.device_index();
   auto& pool = hold_events();
   void* event = nullptr;
@@ -153,12 +176,7 @@ void* enqueue_hold(size_t position, const c10::Stream& stream) {
     event = events[slot];
   }
   const bool fresh = event == nullptr;
-  {
-    const CurrentDevice current(stream.device());
-    // The j-th hold sleeps j + 1 times as long, so that holds are released in the order of the plan.
-    sleep_on_current_stream(hold_cycles.load() * (static_cast<int64_t>(position) + 1));
-    device_guard()->record(&event, stream, device, c10::EventFlag::PYTORCH_DEFAULT);
-  }
+  device_guard()->record(&event, stream, device, c10::EventFlag::PYTORCH_DEFAULT);
   if (fresh) {
     const std::lock_guard lock(pool.mutex);
     pool.all[device][slot] = event;

@@ -17,6 +17,7 @@
 
 #include "byte_ranges.h"
 #include "device.h"
+#include "gates.h"
 #include "memory_reports.h"
 #include "operations.h"
 #include "thread_state.h"
@@ -92,12 +93,14 @@ struct Copy {
   c10::DeviceIndex device = -1; // whose current stream carries it out
   std::optional<c10::DeviceIndex> peer; // the other device of a copy between two
   bool host_waits = false;
+  bool host_may_wait = false;
 };
 
 // What a copy does (aten/src/ATen/native/cuda/Copy.cu): between devices it runs on the source's current stream, after
 // what is on the destination's, which then waits for it; with the host it runs on the device's current stream, and
 // the host waits unless the copy is non_blocking. Into pageable memory it waits even then: cudaMemcpyAsync returns
-// once such a copy is complete.
+// once such a copy is complete. From pageable memory the driver may wait for the stream before it stages what is larger than
+// the 64 KiB that it takes along at once (CUDA Runtime API, "API synchronization behavior").
 Copy look_at_copy(const Operation& operation, Arguments arguments) {
   const auto* const source = tensor_at(arguments, operation.copy_source);
   const auto* const destination = tensor_at(arguments, operation.copy_destination);
@@ -129,6 +132,12 @@ Copy look_at_copy(const Operation& operation, Arguments arguments) {
     copy.host_waits = !at::globalContext()
                            .getAcceleratorHooksInterface(device_type.load(std::memory_order_relaxed))
                            .isPinnedPtr(destination->storage().data());
+  }
+  constexpr size_t kTakenAlong = 64 * 1024;
+  if (non_blocking && source->is_cpu() && source->has_storage() && source->nbytes() > kTakenAlong) {
+    copy.host_may_wait = !at::globalContext()
+                              .getAcceleratorHooksInterface(device_type.load(std::memory_order_relaxed))
+                              .isPinnedPtr(source->storage().data());
   }
   return copy;
 }
@@ -302,7 +311,8 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
       return nullptr;
     }
     device = copy.device;
-    host_waits = copy.host_waits;
+    // A sleep ends while the host waits, a gate must be opened before.
+    host_waits = copy.host_waits || (copy.host_may_wait && gates().in_use());
   }
   if (repetition().serial()) {
     repetition().synchronize_used_devices();
@@ -344,6 +354,7 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
     running->trace(ticket.entry, operation->return_count, integers);
     if (ticket.hold >= 0) {
       const auto hold = static_cast<size_t>(ticket.hold);
+      repetition().mark_frontier(stream, ticket.behind);
       repetition().launch_held(hold, enqueue_hold(hold, stream));
     }
     if (peer.has_value()) {
@@ -354,7 +365,7 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
     running->stand_for_nested();
   }
   if (host_waits) {
-    running->wait_for(key, traced);
+    running->wait_for(key, traced && !copy.host_may_wait);
   }
   return running;
 }

@@ -1,17 +1,27 @@
 #include "repetition.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <tuple>
 #include <utility>
 
 #include "device.h"
+#include "gates.h"
 #include "thread_state.h"
 
 namespace sidestream {
 namespace {
 
 thread_local int64_t last_entry = -1; // its mark
+
+constexpr int kImpatient = 100; // about how often one can ask in the time that a small kernel takes
+constexpr auto kPause = std::chrono::microseconds(50);
+
+c10::Stream as_stream(StreamKey key) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(device_guard()->type(), key.device), key.stream);
+}
 
 } // namespace
 
@@ -43,6 +53,15 @@ bool HoldSet::has(size_t position) const {
   return word < words_.size() && ((words_[word] >> (position % 64)) & 1) != 0;
 }
 
+bool HoldSet::is_within(const HoldSet& other) const {
+  for (size_t i = 0; i < words_.size(); ++i) {
+    if ((words_[i] & ~(i < other.words_.size() ? other.words_[i] : 0)) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Repetition& repetition() {
   static auto* const instance = new Repetition; // leaked: the engine's threads may outlive static objects
   return *instance;
@@ -61,6 +80,10 @@ void Repetition::begin(const std::vector<std::pair<StreamKey, int64_t>>& holds, 
   storages_.clear();
   memory_is_seen_ = true;
   error_.clear();
+  frontiers_.clear();
+  if (gates().in_use()) {
+    gates().begin(holds.size());
+  }
   holds_.clear();
   for (const auto& [on, index] : holds) {
     holds_.push_back(Hold{on, index});
@@ -83,6 +106,9 @@ void Repetition::finish() {
       }
     }
   }
+  if (gates().in_use() && !open.empty()) {
+    let_others_run();
+  }
   const auto pending = ask_pending(open);
   std::string error;
   {
@@ -90,7 +116,7 @@ void Repetition::finish() {
     for (size_t i = 0; i < open.size(); ++i) {
       auto& hold = holds_[open[i]];
       if (hold.state == HoldState::Undecided) {
-        hold.state = pending[i] ? HoldState::Pending : HoldState::Ran;
+        hold.state = decide(pending[i], HoldState::Pending);
       }
     }
     undecided_ = 0;
@@ -98,6 +124,10 @@ void Repetition::finish() {
     preparing_ = 0;
     arrange();
     error = error_;
+  }
+  if (gates().in_use()) {
+    open_gates(open);
+    gates().open_all(); // also for a launch that a thread is making right now
   }
   synchronize_used_streams();
   if (!error.empty()) {
@@ -128,6 +158,7 @@ LaunchTicket Repetition::launch(
     auto& hold = holds_[i];
     if (hold.state == HoldState::Missing && hold.index == ticket.index && hold.on == on) {
       hold.state = HoldState::Undecided;
+      ticket.behind = stream.reached;
       stream.reached.add(i);
       ++undecided_;
       ticket.hold = static_cast<int64_t>(i);
@@ -202,11 +233,29 @@ void Repetition::launch_held(size_t hold, void* event) {
 }
 
 void Repetition::order_streams(StreamKey from, StreamKey to) {
+  bool grows = false;
+  HoldSet behind;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto number = record(from);
+    append(Entry{EntryKind::Wait, to, number});
+    const HoldSet reached = streams_[from].reached;
+    behind = streams_[to].reached;
+    grows = !reached.is_within(behind);
+    streams_[to].reached.add(reached);
+  }
+  if (grows) {
+    mark_frontier(as_stream(to), std::move(behind));
+  }
+}
+
+void Repetition::mark_frontier(const c10::Stream& stream, HoldSet behind) {
+  if (!gates().in_use()) {
+    return;
+  }
+  void* const event = record_event(stream);
   const std::lock_guard lock(mutex_);
-  const auto number = record(from);
-  append(Entry{EntryKind::Wait, to, number});
-  const HoldSet reached = streams_[from].reached;
-  streams_[to].reached.add(reached);
+  frontiers_.push_back({event, std::move(behind)});
 }
 
 void Repetition::recorded(void* event, StreamKey on, bool traced) {
@@ -217,14 +266,24 @@ void Repetition::recorded(void* event, StreamKey on, bool traced) {
 }
 
 void Repetition::waited(void* event, StreamKey on, bool traced) {
-  const std::lock_guard lock(mutex_);
-  const auto found = recordings_.find(event);
-  if (found == recordings_.end()) {
-    return;
+  bool grows = false;
+  HoldSet behind;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = recordings_.find(event);
+    if (found == recordings_.end()) {
+      return;
+    }
+    auto& stream = streams_[on];
+    behind = stream.reached;
+    grows = !found->second.reached.is_within(behind);
+    stream.reached.add(found->second.reached);
+    if (traced && found->second.number > 0) {
+      append(Entry{EntryKind::Wait, on, found->second.number});
+    }
   }
-  streams_[on].reached.add(found->second.reached);
-  if (traced && found->second.number > 0) {
-    append(Entry{EntryKind::Wait, on, found->second.number});
+  if (grows) {
+    mark_frontier(as_stream(on), std::move(behind));
   }
 }
 
@@ -400,8 +459,7 @@ void Repetition::synchronize_used_streams() {
     }
   }
   for (const auto& on : used) {
-    const c10::Device device(device_guard()->type(), on.device);
-    device_guard()->synchronizeStream(c10::Stream(c10::Stream::UNSAFE, device, on.stream));
+    device_guard()->synchronizeStream(as_stream(on));
   }
 }
 
@@ -442,6 +500,66 @@ std::vector<bool> Repetition::ask_pending(const std::vector<size_t>& positions) 
     }
   }
   return pending;
+}
+
+HoldState Repetition::decide(bool pending, HoldState proved) {
+  if (gates().in_use() && gates().expired()) {
+    return HoldState::Expired;
+  }
+  return pending ? proved : HoldState::Ran;
+}
+
+void Repetition::open_gates(const std::vector<size_t>& positions) {
+  for (const auto position : positions) {
+    let_others_run();
+    gates().open(position);
+  }
+}
+
+void Repetition::let_others_run() {
+  std::vector<void*> events;
+  std::vector<StreamKey> streams;
+  {
+    const std::lock_guard lock(mutex_);
+    HoldSet opened;
+    for (size_t i = 0; i < holds_.size(); ++i) {
+      if (gates().is_open(i)) {
+        opened.add(i);
+      }
+    }
+    for (const auto& frontier : frontiers_) {
+      if (frontier.behind.is_within(opened)) {
+        events.push_back(frontier.event);
+      }
+    }
+    for (const auto& [on, stream] : streams_) {
+      if (stream.reached.is_within(opened)) {
+        streams.push_back(on);
+      }
+    }
+  }
+  const auto wait_until = [](const auto& is_complete) {
+    for (int asked = 0; !gates().expired(); ++asked) {
+      try {
+        if (is_complete()) {
+          return;
+        }
+      } catch (const std::exception&) {
+        return; // the device is broken; the synchronization that follows says so
+      }
+      if (asked < kImpatient) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(kPause);
+      }
+    }
+  };
+  for (auto* const event : events) {
+    wait_until([event] { return device_guard()->queryEvent(event); });
+  }
+  for (const auto& on : streams) {
+    wait_until([&on] { return device_guard()->queryStream(as_stream(on)); });
+  }
 }
 
 HostSync HostSync::of_stream(StreamKey stream, bool traced) {
@@ -520,14 +638,19 @@ void HostSync::begin() {
       }
     }
   }
-  const std::lock_guard lock(of.mutex_);
-  for (size_t i = 0; i < reached.size(); ++i) {
-    auto& hold = of.holds_[reached[i]];
-    if (hold.state == HoldState::Undecided) {
-      hold.state = pending[i] ? HoldState::Forced : HoldState::Ran;
-      hold.line = pending[i] ? line_ : SourceLine{};
-      --of.undecided_;
+  {
+    const std::lock_guard lock(of.mutex_);
+    for (size_t i = 0; i < reached.size(); ++i) {
+      auto& hold = of.holds_[reached[i]];
+      if (hold.state == HoldState::Undecided) {
+        hold.state = Repetition::decide(pending[i], HoldState::Forced);
+        hold.line = hold.state == HoldState::Forced ? line_ : SourceLine{};
+        --of.undecided_;
+      }
     }
+  }
+  if (gates().in_use()) {
+    of.open_gates(reached); // or the host would wait for good
   }
 }
 
@@ -544,7 +667,7 @@ void HostSync::end() {
   for (size_t i = 0; i < outlived_.size(); ++i) {
     auto& hold = of.holds_[outlived_[i]];
     if (!pending[i] && hold.state == HoldState::Undecided) {
-      hold.state = HoldState::Forced;
+      hold.state = Repetition::decide(true, HoldState::Forced);
       hold.line = line_;
       --of.undecided_;
     }
@@ -571,23 +694,30 @@ void HostSync::asked(bool complete) {
     pending = of.ask_pending(reached);
     line = current_line();
   }
-  const std::lock_guard lock(of.mutex_);
-  for (size_t i = 0; i < reached.size(); ++i) {
-    auto& hold = of.holds_[reached[i]];
-    if (hold.state != HoldState::Undecided) {
-      continue;
-    }
-    if (!complete) {
-      // A loop that asks until the answer is yes waits for the hold, too.
-      if (pending[i] && !hold.seen_pending) {
+  std::vector<size_t> to_open;
+  {
+    const std::lock_guard lock(of.mutex_);
+    for (size_t i = 0; i < reached.size(); ++i) {
+      auto& hold = of.holds_[reached[i]];
+      if (hold.state != HoldState::Undecided) {
+        continue;
+      }
+      if (complete) {
+        hold.state = Repetition::decide(hold.seen_pending, HoldState::Forced);
+        --of.undecided_;
+      } else if (pending[i] && !hold.seen_pending) {
+        // A loop that asks until the answer is yes waits for the hold, too.
         hold.seen_pending = true;
         hold.line = line;
+      } else if (pending[i] && gates().in_use()) {
+        // It asks again, and the answer would never be yes.
+        hold.state = HoldState::Forced;
+        --of.undecided_;
+        to_open.push_back(reached[i]);
       }
-    } else {
-      hold.state = hold.seen_pending ? HoldState::Forced : HoldState::Ran;
-      --of.undecided_;
     }
   }
+  of.open_gates(to_open);
 }
 
 } // namespace sidestream

@@ -44,7 +44,7 @@ struct LaunchEntry {
   bool integers = false; // whether it takes integers, which may be indices
 };
 
-enum class HoldState : uint8_t { Missing, Undecided, Pending, Forced, Ran };
+enum class HoldState : uint8_t { Missing, Undecided, Pending, Forced, Ran, Expired };
 
 struct HoldOutcome {
   HoldState state;
@@ -57,6 +57,7 @@ class HoldSet {
   void add(size_t position);
   void add(const HoldSet& other);
   bool has(size_t position) const;
+  bool is_within(const HoldSet& other) const;
   bool empty() const {
     return words_.empty();
   }
@@ -70,6 +71,7 @@ struct LaunchTicket {
   LaunchEntry entry{};
   int64_t index = -1;
   int64_t hold = -1; // position in the plan, or -1
+  HoldSet behind{}; // of a launch to hold: the holds that its stream is behind already
 };
 
 // A wait of the host: decides, before the host waits, whether each hold that it reaches is still pending.
@@ -112,6 +114,9 @@ class Repetition {
   // What it gave back, once it has returned. Memory that was handed out to a launch inside it is that launch's.
   void launch_returned(LaunchEntry launch, std::vector<AccessedBytes> accesses, const std::vector<TouchedStorage>& storages);
   void launch_held(size_t hold, void* event);
+  // With gates: what is enqueued on the stream from now on is behind more holds than these. What is there already must have
+  // run before more of them are opened than these.
+  void mark_frontier(const c10::Stream& stream, HoldSet behind);
   // `to` continues after everything enqueued on `from`, by a wait that PyTorch's copy between devices issues below
   // the guard.
   void order_streams(StreamKey from, StreamKey to);
@@ -155,6 +160,10 @@ class Repetition {
     int64_t number; // 0: made while preparing, not in the trace
     HoldSet reached;
   };
+  struct Frontier {
+    void* event;
+    HoldSet behind; // the holds that the work before the event is behind
+  };
   struct Hold {
     StreamKey on;
     int64_t index;
@@ -166,6 +175,13 @@ class Repetition {
 
   // Whether each hold in `positions` is pending, asked of the device without the mutex.
   std::vector<bool> ask_pending(const std::vector<size_t>& positions);
+  // With gates: opens these one after the other, in the order of the plan, each once all that is not behind a closed gate has
+  // run. Called without the mutex.
+  void open_gates(const std::vector<size_t>& positions);
+  // Returns once all work that is not behind a closed gate has run, or the time of the gates is up.
+  void let_others_run();
+  // The state of a hold, by whether it is pending now; that proves `proved`, unless the gates' time was up.
+  static HoldState decide(bool pending, HoldState proved);
   // All of these expect the mutex to be held.
   void touch(const std::vector<TouchedStorage>& storages);
   Entry& append(Entry entry);
@@ -185,6 +201,7 @@ class Repetition {
   std::unordered_map<StreamKey, Stream, StreamKeyHash> streams_;
   std::unordered_map<void*, Recording> recordings_;
   std::vector<Hold> holds_;
+  std::vector<Frontier> frontiers_;
   int64_t recordings_made_ = 0;
   int64_t marks_ = 0;
   uint64_t number_ = 0; // of the repetition in this process
