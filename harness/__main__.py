@@ -37,15 +37,23 @@ def _announce(sentence: str) -> None:
 def bench(
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "sim",
     repetitions: Annotated[int, typer.Option(min=10, help="repetitions of each bench case")] = 1000,
+    hold: Annotated[str | None, typer.Option(help="how to hold launches on a real device: sleep or gate")] = None,
     launches: Annotated[int, typer.Option(min=1000, help="launches over which the memory is watched")] = 1_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Measure what one repetition costs, judge and result file included; and what the simulator costs by itself."""
-    from harness.backends.select import resolve
+    from harness.backends import hardware_queues, module_loading
+    from harness.backends.select import is_rocm, resolve
     from harness.campaign import bench, launch_bench
+    from harness.perturb.hold import DEFAULT_KIND, require_kind
 
+    hardware_queues.use_all(os.environ)
+    if hold == "gate":
+        module_loading.load_at_start(os.environ)
     name = resolve(device)
-    costs = bench.measure(name, repetitions, _announce)
+    if hold is not None:
+        require_kind(hold, name, is_rocm())
+    costs = bench.measure(name, repetitions, _announce, hold=hold or DEFAULT_KIND)
     simulator_costs = launch_bench.measure(launches, _announce) if name == "sim" else {}
     if as_json:
         print(json.dumps({**costs, **simulator_costs}, indent=2))

@@ -151,6 +151,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def _hold_kind(options: Options) -> str:
     if options.device == "sim":
         return "scheduler (until something forces the launch)"
+    if options.hold == "gate":
+        return "gate (until the body has been enqueued)"
     return "sleep, " + (f"{options.hold_ms:g} ms" if options.hold_ms is not None else "length measured for each case")
 
 

@@ -72,6 +72,11 @@ def resolve(option: str) -> str:
     return option
 
 
+def is_rocm() -> bool:
+    """Whether CUDA means ROCm in this build of torch."""
+    return torch.version.hip is not None
+
+
 def open_backend(device: str, announce: Callable[[str], None] | None = None) -> Backend:
     """The backend of a resolved device; for ``sim`` it is built (once) and registered.
 

@@ -16,6 +16,7 @@ from harness.campaign.result import CaseResult
 from harness.campaign.session import Session
 from harness.campaign.store import ResultWriter
 from harness.campaign.watchdog import Watchdog
+from harness.perturb.hold import DEFAULT_KIND
 
 
 def smallest_case(lab: Lab) -> None:
@@ -44,7 +45,7 @@ CASES: dict[str, Callable[[Lab], None]] = {"smallest": smallest_case, "seed": se
 
 
 def measure(
-    device: str, repetitions: int, announce: Callable[[str], None] | None = None
+    device: str, repetitions: int, announce: Callable[[str], None] | None = None, *, hold: str = DEFAULT_KIND
 ) -> dict[str, dict[str, float]]:
     """Cost of a repetition of each bench case, in microseconds, from the start of one to the start of the next.
 
@@ -52,11 +53,12 @@ def measure(
         device: ``sim`` or ``cuda``.
         repetitions: how many to measure of each case.
         announce: receives progress sentences of a build.
+        hold: how launches are held on a real device.
 
     Raises:
         UsageError: the device cannot be had.
     """
-    session = Session(Options(device=device), announce)
+    session = Session(Options(device=device, hold=hold), announce)
     watchdog = Watchdog(60.0, None)
     costs = {}
     with tempfile.TemporaryDirectory() as folder:

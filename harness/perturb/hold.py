@@ -49,13 +49,15 @@ def require_kind(kind: str, device: str, is_rocm: bool) -> None:
     """Refuse a kind of hold where there is none of it.
 
     Args:
-        kind: one of :data:`KINDS`, as the user gave it.
+        kind: what the user gave.
         device: a resolved device: ``sim``, ``cuda`` or ``cuda:N``.
         is_rocm: whether CUDA means ROCm in this build of torch.
 
     Raises:
-        UsageError: the device has none.
+        UsageError: there is no such kind, or not on this device.
     """
+    if kind not in KINDS:
+        raise UsageError(f"--hold {kind} is unknown: use {' or '.join(KINDS)}.")
     if device == "sim":
         raise UsageError(
             f"--hold {kind} is a way to hold launches on a real device; the simulator's scheduler holds them exactly: "

@@ -11,6 +11,7 @@ import pytest
 from harness.campaign.options import DEFAULT_LIMIT_S, Options
 from harness.errors import UsageError
 from harness.observe.synchronizations import Fault, SynchronizationId
+from harness.perturb.hold import DEFAULT_KIND, KINDS, require_kind
 from harness.perturb.plan import Plan
 
 _LONGEST_LIMIT_S = 1e7
@@ -26,10 +27,17 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=0, help="seed of the plans that hold several launches (default: 0)")
     group.addoption("--plan", default=None, help="the plan of every repetition: baseline, or hold=stream:index[,...]")
     group.addoption(
+        "--hold",
+        default=None,
+        metavar="KIND",
+        help=f"how to hold a launch on a real device (default: {DEFAULT_KIND}): "
+        + "; ".join(f"{kind}, {effect}" for kind, effect in KINDS.items()),
+    )
+    group.addoption(
         "--hold-ms",
         type=float,
         default=None,
-        help="length of a hold on a real device (default: measured for each case)",
+        help="length of a sleep that holds a launch (default: measured for each case)",
     )
     group.addoption("--load", default=None, help="keep the device busy meanwhile: compute (default: no load)")
     group.addoption(
@@ -97,17 +105,23 @@ def options_of(config: pytest.Config) -> Options:
         raise UsageError(
             f"--hold-ms {option.hold_ms:g} holds nothing: give milliseconds from above 0 to 100,000, or leave it out."
         )
-    from harness.backends import hardware_queues, visible_devices
+    if option.hold_ms is not None and option.hold == "gate":
+        raise UsageError("--hold-ms is the length of a sleep, and a gate is closed as long as it takes: leave it out.")
+    from harness.backends import hardware_queues, module_loading, visible_devices
     from harness.perturb.load import parse_loads, require_real_device
 
     loads = tuple(parse_loads(option.load)) if option.load is not None else ()
     hardware_queues.use_all(os.environ)
+    if option.hold == "gate":
+        module_loading.load_at_start(os.environ)
     visible_devices.put_first(option.device)
-    from harness.backends.select import resolve
+    from harness.backends.select import is_rocm, resolve
 
     device = resolve(option.device)
     if loads:
         require_real_device(device)
+    if option.hold is not None:
+        require_kind(option.hold, device, is_rocm=is_rocm())
     _check_twin_options(option)
     from harness.campaign import csan
 
@@ -117,6 +131,7 @@ def options_of(config: pytest.Config) -> Options:
         device=device,
         seed=option.seed,
         plan=Plan.parse(option.plan) if option.plan is not None else None,
+        hold=option.hold or DEFAULT_KIND,
         hold_ms=option.hold_ms,
         loads=loads,
         limit_s=option.repetition_timeout,

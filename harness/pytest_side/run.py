@@ -139,6 +139,7 @@ def header(run: Run) -> dict[str, Any]:
         "device": options.device,
         "seed": options.seed,
         "plan": str(options.plan) if options.plan is not None else None,
+        "hold": "scheduler" if options.device == "sim" else options.hold,
         "loads": list(options.loads),
     }
 

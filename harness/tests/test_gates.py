@@ -37,7 +37,6 @@ class Gate:
         self.address = address
         self.value = value
 
-    @property
     def is_open(self) -> bool:
         """What a stream that waits for it would find, by the driver's definition of greater or equal."""
         return ctypes.c_int32(ctypes.c_uint32.from_address(self.address).value - self.value).value >= 0
@@ -105,8 +104,8 @@ def test_a_gate_is_closed_until_the_body_has_been_enqueued(tap: Any, simulator: 
         with held(tap, simulator, stream) as result:
             gate = driver.gates[number]
             assert gate.stream == (0, stream.stream_id)
-            assert not gate.is_open
-        assert gate.is_open
+            assert not gate.is_open()
+        assert gate.is_open()
         assert result.outcomes == [("pending", None, 0)]
     assert len({gate.address for gate in driver.gates}) == 1, "the word is used again"
     assert len({gate.value for gate in driver.gates}) == 3, "and what it is waited for is new"
@@ -129,7 +128,7 @@ def test_a_synchronization_opens_the_gates_that_it_waits_for_before_it_does(
         event = stream.record_event()
 
         def synchronize() -> None:
-            opened.append(driver.gates[0].is_open)
+            opened.append(driver.gates[0].is_open())
             other.synchronize()
 
         tap.call_around_guard("record", 0, stream.stream_id, id(event), lambda: None)
@@ -147,7 +146,7 @@ def test_a_synchronization_leaves_gates_closed_that_it_does_not_wait_for(
         with other:
             filled(4, 1.0)
         other.synchronize()
-        assert not driver.gates[0].is_open
+        assert not driver.gates[0].is_open()
     assert result.outcomes == [("pending", None, 0)]
 
 
@@ -155,9 +154,9 @@ def test_a_body_that_asks_again_and_again_is_not_kept_waiting(tap: Any, simulato
     (stream,) = streams(1)
     with held(tap, simulator, stream) as result:
         line, first = sys._getframe().f_lineno, stream.query()
-        assert not first and not driver.gates[0].is_open, "who asks once may have something else to do"
+        assert not first and not driver.gates[0].is_open(), "who asks once may have something else to do"
         stream.query()
-        assert driver.gates[0].is_open
+        assert driver.gates[0].is_open()
     assert result.outcomes == [("forced", __file__, line)]
 
 
@@ -172,7 +171,7 @@ def test_a_copy_for_which_the_driver_may_wait_opens_the_gate(
     with held(tap, simulator, stream) as result, stream:
         line = sys._getframe().f_lineno + 1
         on_device.copy_(pageable, non_blocking=True)
-        assert driver.gates[0].is_open is opens
+        assert driver.gates[0].is_open() is opens
     assert result.outcomes == ([("forced", __file__, line)] if opens else [("pending", None, 0)])
     assert not result.of_kind("sync_stream"), "it orders nothing"
 
@@ -223,9 +222,9 @@ def test_a_synchronization_of_one_held_stream_leaves_the_other_closed(
                 value.add_(1)
         line = sys._getframe().f_lineno + 1
         second.synchronize()
-        opened = {gate.stream[1]: gate.is_open for gate in driver.gates}
+        opened = {gate.stream[1]: gate.is_open() for gate in driver.gates}
     assert opened == {first.stream_id: False, second.stream_id: True}
-    assert all(gate.is_open for gate in driver.gates)
+    assert all(gate.is_open() for gate in driver.gates)
     assert result.outcomes == [("pending", None, 0), ("forced", __file__, line)]
 
 
@@ -243,9 +242,9 @@ def test_the_watchdog_opens_a_forgotten_gate(
     (stream,) = streams(1)
     for number in range(2):
         with held(tap, simulator, stream) as result:
-            assert not expiring.gates[number].is_open
+            assert not expiring.gates[number].is_open()
             sleep(SHORT_LIMIT_MS / 1e3 + 0.2)
-            assert expiring.gates[number].is_open
+            assert expiring.gates[number].is_open()
         assert result.outcomes == [("expired", None, 0)]
     with held(tap, simulator, stream) as result:
         pass
@@ -257,7 +256,7 @@ def test_gates_that_are_no_longer_used_are_open(tap: Any, simulator: ModuleType,
     tap.set_sleep_fallback(lambda cycles: None)
     with held(tap, simulator, stream):
         tap.use_sleeps()
-        assert driver.gates[0].is_open
+        assert driver.gates[0].is_open()
     with repetition(tap, [(stream, 0)]), stream:
         filled(4, 1.0)
     assert len(driver.gates) == 1
@@ -270,9 +269,9 @@ def test_many_gates_are_there_when_a_repetition_begins(tap: Any, driver: Driver)
         value = torch.empty(4, device="sim")
         for _ in range(count):
             value.zero_()
-        assert not any(gate.is_open for gate in driver.gates)
+        assert not any(gate.is_open() for gate in driver.gates)
     assert len({gate.address for gate in driver.gates}) == count
-    assert all(gate.is_open for gate in driver.gates)
+    assert all(gate.is_open() for gate in driver.gates)
 
 
 # Where there are none.

@@ -151,6 +151,7 @@ PASSED = Judgement(Verdict.PASS, [], [], None, None)
     [
         (Options(), "--device sim --seed 0 --plan baseline"),
         (Options(device="cuda", seed=7, hold_ms=2.0), "--device cuda --seed 7 --plan baseline --hold-ms 2"),
+        (Options(device="cuda", hold="gate"), "--device cuda --seed 0 --plan baseline --hold gate"),
         (
             Options(device="cuda", hold_ms=0.25, loads=("compute", "copy")),
             "--device cuda --seed 0 --plan baseline --hold-ms 0.25 --load compute,copy",
@@ -191,11 +192,11 @@ DISCOVERY = Discovery(
 MISMATCH = Mismatch("observation 0", SourceLine("nowhere.py", 17), "poison", "15.0", "nan", (0,), 256, 256, 256)
 
 
-def described(failed: Repetition, *, accesses: int = 1) -> list[str]:
+def described(failed: Repetition, *, accesses: int = 1, device: str = "sim", hold: str = "sleep") -> list[str]:
     """The lines of the text; ``accesses`` by the host were known to the discovery, all on one line."""
     discovery = dataclasses.replace(DISCOVERY, host_accesses=DISCOVERY.host_accesses * accesses)
     case = SimpleNamespace(nodeid=CASE, discovery=discovery)
-    return describe_failure(case, failed, Options(seed=7), "a GPU").splitlines()  # type: ignore[arg-type]
+    return describe_failure(case, failed, Options(device=device, hold=hold, seed=7), "a GPU").splitlines()  # type: ignore[arg-type]
 
 
 def test_a_repetition_is_described_by_both_oracles():
@@ -289,6 +290,16 @@ def test_an_inconclusive_repetition_says_what_became_of_each_hold_and_accuses_no
     ]
     assert len(lines) == 8
     assert "replay" in lines[7]
+
+
+@pytest.mark.parametrize("hold", ["sleep", "gate"])
+def test_on_a_real_device_it_is_said_what_held(hold):
+    judgement = judge(TRACE[:1], [], [HoldState.EXPIRED])
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    lines = described(repetition(judgement, HoldOutcome(FILL, HoldState.EXPIRED, None)), device="cuda", hold=hold)
+    held = next(line for line in lines if line.startswith("  hold "))
+    assert held.startswith(f"  hold     fill:0 (aten::fill_), by a {hold}: still held after 2 s")
+    assert ("--hold gate" in lines[-1]) is (hold == "gate")
 
 
 def test_the_code_of_a_line_is_shown_below_it():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,17 +23,22 @@ import pytest
 import torch
 
 import harness.observe.tap as tap_package
-from harness.backends import visible_devices
+from harness.backends import hardware_queues, module_loading, visible_devices
 from harness.backends.real import RealBackend
 from harness.errors import UsageError
 from harness.judge.happens_before import Race, find_races
 from harness.observe.instrument import Instrument
 from harness.observe.streams import StreamNames
 from harness.observe.trace import Allocate, Free, Launch, Trace
+from harness.perturb.hold import GATE_LIMIT_MS, KINDS
 from harness.perturb.load.compute import ComputeLoad
 from harness.perturb.plan import Plan
 from harness.tests import observer_effects
 from harness.tests.simulator_support import Repetition, repetition
+
+# CUDA reads these when it is initialised. A kernel that is loaded at its first launch can wait for a hold.
+hardware_queues.use_all(os.environ)
+module_loading.load_at_start(os.environ)
 
 ROOT = Path(__file__).parents[2]
 HOLD_MS = 20.0
@@ -551,35 +557,55 @@ def test_memory_does_not_grow(tap: Tap, pattern: SeedPattern) -> None:
 # Holds.
 
 
+@pytest.fixture(params=sorted(KINDS))
+def holding(request: pytest.FixtureRequest, tap: Tap) -> Iterator[Tap]:
+    """The tap, with each kind of hold."""
+    if request.param == "gate":
+        if torch.version.hip is not None:
+            pytest.skip("not covered: gates are CUDA's alone")
+        tap.use_gates(GATE_LIMIT_MS)
+    yield tap
+    tap.use_sleeps()
+
+
+@pytest.fixture
+def gated(tap: Tap) -> Iterator[Tap]:
+    if torch.version.hip is not None:
+        pytest.skip("not covered: gates are CUDA's alone")
+    tap.use_gates(GATE_LIMIT_MS)
+    yield tap
+    tap.use_sleeps()
+
+
 @pytest.mark.parametrize("held", SeedPattern.LAUNCHES)
-def test_the_pattern_is_right_whatever_is_held(tap: Tap, pattern: SeedPattern, held: str) -> None:
+def test_the_pattern_is_right_whatever_is_held(holding: Tap, pattern: SeedPattern, held: str) -> None:
     for _ in range(3):
-        result, values = pattern.run(tap, [held])
+        result, values = pattern.run(holding, [held])
         assert states(result) == ["pending"]
         assert values == [15.0]
 
 
 @pytest.mark.parametrize("held", SeedPattern.LAUNCHES)
-def test_only_the_held_fill_shows_that_the_wait_is_missing(tap: Tap, pattern: SeedPattern, held: str) -> None:
+def test_only_the_held_fill_shows_that_the_wait_is_missing(holding: Tap, pattern: SeedPattern, held: str) -> None:
     for _ in range(3):
-        result, values = pattern.run(tap, [held], wait=False)
+        result, values = pattern.run(holding, [held], wait=False)
         assert states(result) == ["pending"]
         assert (values == [15.0]) is (held != "fill")
 
 
-def test_it_is_the_hold_that_shows_the_missing_wait(tap: Tap, pattern: SeedPattern) -> None:
-    by_chance = sum(pattern.run(tap, wait=False)[1] != [15.0] for _ in range(50))
-    held = sum(pattern.run(tap, ["fill"], wait=False)[1] != [15.0] for _ in range(10))
+def test_it_is_the_hold_that_shows_the_missing_wait(holding: Tap, pattern: SeedPattern) -> None:
+    by_chance = sum(pattern.run(holding, wait=False)[1] != [15.0] for _ in range(50))
+    held = sum(pattern.run(holding, ["fill"], wait=False)[1] != [15.0] for _ in range(10))
     assert held == 10
     assert by_chance < 25
 
 
-def test_holds_of_a_set_are_released_in_the_order_of_the_plan(tap: Tap) -> None:
+def test_holds_of_a_set_are_released_in_the_order_of_the_plan(holding: Tap) -> None:
     first, second, watcher = streams(3)
     # Unheld first: a kernel is loaded at its first launch, and loading waits for the device, holds included.
     for holds in ([], [(first, 0), (second, 0)]):
-        with repetition(tap, holds) as result:
-            with preparing(tap):
+        with repetition(holding, holds) as result:
+            with preparing(holding):
                 values = [torch.ones(4, device="cuda") for _ in range(2)]
                 seen = torch.zeros(4, device="cuda")
             for stream, value in zip((second, first), values, strict=True):
@@ -591,11 +617,11 @@ def test_holds_of_a_set_are_released_in_the_order_of_the_plan(tap: Tap) -> None:
                 seen.copy_(values[0])
         assert [value.tolist() for value in values] == [[2.0] * 4] * 2
     assert states(result) == ["pending", "pending"]
-    assert seen.tolist() == [1.0] * 4, "the second sleeps twice as long"
+    assert seen.tolist() == [1.0] * 4, "the second is held until what is behind the first has run"
 
 
-def test_a_launch_that_is_not_made_is_missing(tap: Tap, pattern: SeedPattern) -> None:
-    with repetition(tap, [(pattern.fill, 0)]) as result:
+def test_a_launch_that_is_not_made_is_missing(holding: Tap, pattern: SeedPattern) -> None:
+    with repetition(holding, [(pattern.fill, 0)]) as result:
         pass
     assert result.outcomes == [("missing", None, 0)]
 
@@ -626,11 +652,11 @@ SYNCHRONIZATIONS = [synchronize_stream, synchronize_event, synchronize_device, r
 
 
 @pytest.mark.parametrize("synchronize", SYNCHRONIZATIONS)
-def test_a_host_synchronization_forces_a_hold(tap: Tap, synchronize: Any) -> None:
+def test_a_host_synchronization_forces_a_hold(holding: Tap, synchronize: Any) -> None:
     held, waiting = streams(2)
     for _ in range(2):
-        with repetition(tap, [(held, 0)]) as result:
-            with preparing(tap):
+        with repetition(holding, [(held, 0)]) as result:
+            with preparing(holding):
                 value = torch.ones(4, device="cuda")
             with held:
                 value.add_(1)
@@ -641,10 +667,10 @@ def test_a_host_synchronization_forces_a_hold(tap: Tap, synchronize: Any) -> Non
     assert result.outcomes == [("forced", __file__, line)]
 
 
-def test_a_synchronization_that_does_not_reach_a_hold_leaves_it_pending(tap: Tap) -> None:
+def test_a_synchronization_that_does_not_reach_a_hold_leaves_it_pending(holding: Tap) -> None:
     held, other = streams(2)
-    with repetition(tap, [(held, 0)]) as result:
-        with preparing(tap):
+    with repetition(holding, [(held, 0)]) as result:
+        with preparing(holding):
             values = [torch.ones(4, device="cuda") for _ in range(2)]
         for stream, value in zip((held, other), values, strict=True):
             with stream:
@@ -678,10 +704,10 @@ def test_a_hold_that_was_too_short_proves_nothing(tap: Tap) -> None:
     assert states(result) == ["ran"]
 
 
-def test_a_hold_leaves_device_and_stream_as_they_were(tap: Tap) -> None:
+def test_a_hold_leaves_device_and_stream_as_they_were(holding: Tap) -> None:
     device, default = torch.cuda.current_device(), torch.accelerator.current_stream(0)
     held = streams(1)[0]
-    with repetition(tap, [(held, 0)]):
+    with repetition(holding, [(held, 0)]):
         value = torch.ones(4, device="cuda")
         with held:
             value.add_(1)
@@ -691,11 +717,11 @@ def test_a_hold_leaves_device_and_stream_as_they_were(tap: Tap) -> None:
 
 
 @pytest.mark.usefixtures("two_devices")
-def test_a_launch_on_the_other_device_can_be_held(tap: Tap) -> None:
+def test_a_launch_on_the_other_device_can_be_held(holding: Tap) -> None:
     (held,) = streams(1, device=1)
     for _ in range(2):
-        with repetition(tap, [(held, 0)]) as result:
-            with preparing(tap):
+        with repetition(holding, [(held, 0)]) as result:
+            with preparing(holding):
                 leaf = torch.full((4,), 2.0, device="cuda:1", requires_grad=True)
                 with held:
                     product = leaf * 3.0
@@ -705,6 +731,133 @@ def test_a_launch_on_the_other_device_can_be_held(tap: Tap) -> None:
     assert [entry[1:3] for entry in launches if entry[5] == "MulBackward0"] == [(1, held.stream_id)]
     assert states(result) == ["pending"]
     assert leaf.grad is not None and leaf.grad.tolist() == [3.0] * 4
+
+
+# Gates.
+
+GATE_ENVIRONMENT = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def test_a_gate_costs_no_fixed_milliseconds(backend: RealBackend) -> None:
+    printed = run_script(
+        """
+        from harness.campaign import bench
+        costs = bench.measure("cuda", 300, hold="gate")
+        print(costs["smallest"]["median_us"], costs["smallest"]["races"], costs["seed"]["races"])
+        """,
+        GATE_ENVIRONMENT,
+    )
+    median_us, *races = printed.split()[-3:]
+    assert float(median_us) < 3000
+    assert races == ["0", "0"]
+
+
+def test_a_gate_is_closed_for_as_long_as_the_body_takes(gated: Tap, pattern: SeedPattern) -> None:
+    with repetition(gated, [pattern.launch("fill")]) as result:
+        with preparing(gated):
+            value = torch.ones(4, device="cuda")
+        with pattern.fill:
+            value.add_(1)
+        time.sleep(0.5)
+        assert not pattern.fill.query()
+    assert states(result) == ["pending"]
+    assert value.tolist() == [2.0] * 4
+
+
+def copy_from_host(stream: torch.Stream, value: torch.Tensor, pageable: torch.Tensor) -> None:
+    with stream:
+        value.copy_(pageable)
+
+
+def copy_from_host_without_waiting(stream: torch.Stream, value: torch.Tensor, pageable: torch.Tensor) -> None:
+    with stream:
+        value.copy_(pageable, non_blocking=True)
+
+
+def copy_to_host_without_waiting(stream: torch.Stream, value: torch.Tensor, pageable: torch.Tensor) -> None:
+    with stream:
+        pageable.copy_(value, non_blocking=True)
+
+
+@pytest.mark.parametrize("copy", [copy_from_host, copy_from_host_without_waiting, copy_to_host_without_waiting])
+@pytest.mark.parametrize("elements", [4, 1 << 22])
+def test_a_copy_of_pageable_memory_does_not_wait_for_a_gate(gated: Tap, copy: Any, elements: int) -> None:
+    (held,) = streams(1)
+    pageable = torch.ones(elements)
+    for holds in ([], [(held, 0)]):
+        with repetition(gated, holds) as result:
+            with preparing(gated):
+                value = torch.ones(elements, device="cuda")
+            with held:
+                value.add_(1)
+            started = time.perf_counter()
+            copy(held, value, pageable)
+            took_s = time.perf_counter() - started
+    assert took_s < GATE_LIMIT_MS / 2e3
+    assert states(result)[0] in {"forced", "pending"}
+
+
+def test_the_watchdog_opens_a_forgotten_gate(tap: Tap, pattern: SeedPattern) -> None:
+    tap.use_gates(100.0)
+    try:
+        for _ in range(2):
+            with repetition(tap, [pattern.launch("fill")]) as result:
+                with preparing(tap):
+                    value = torch.ones(4, device="cuda")
+                with pattern.fill:
+                    value.add_(1)
+                started = time.perf_counter()
+                torch.cuda.synchronize()  # goes around the device guard, and nobody tells the tap of it here
+                assert 0.05 < time.perf_counter() - started < 1.0
+            assert states(result) == ["expired"]
+        assert pattern.run(tap, ["fill"])[1] == [15.0]
+    finally:
+        tap.use_sleeps()
+
+
+def test_more_launches_than_fit_into_a_queue_do_not_hang_behind_a_gate(gated: Tap) -> None:
+    (held,) = streams(1)
+    for holds in ([], [(held, 0)]):
+        with repetition(gated, holds) as result:
+            with preparing(gated):
+                value = torch.zeros(4, device="cuda")
+            started = time.perf_counter()
+            with held:
+                for _ in range(5000):
+                    value.add_(1)
+            assert time.perf_counter() - started < 2 * GATE_LIMIT_MS / 1e3
+        assert value.tolist() == [5000.0] * 4
+    assert states(result)[0] in {"pending", "expired"}
+
+
+def test_an_allocation_does_not_hang_behind_a_gate(gated: Tap, pattern: SeedPattern) -> None:
+    with repetition(gated, [pattern.launch("fill")]) as result:
+        with preparing(gated):
+            value = torch.ones(4, device="cuda")
+        with pattern.fill:
+            value.add_(1)
+        started = time.perf_counter()
+        with pattern.ambient:
+            torch.cuda.empty_cache()
+            torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        assert time.perf_counter() - started < 2 * GATE_LIMIT_MS / 1e3
+    assert states(result)[0] in {"pending", "expired"}
+
+
+def test_gates_find_every_control_of_the_seed_suite(backend: RealBackend) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "suites/test_seed_gradient.py", "--device", "cuda", "--hold", "gate"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "inconclusive" not in done.stdout
+    controls = re.search(r"(\d+) of (\d+) controls were seen", done.stdout)
+    assert controls is not None and controls[1] == controls[2] != "0"
+    assert "hold: gate" in done.stdout
 
 
 # The fully synchronized reference.

@@ -275,7 +275,7 @@ def test_a_cycle_is_blind_only_as_a_whole():
     "options",
     [
         Options(),
-        Options(device="cuda", seed=7, plan=Plan(), hold_ms=2.5, loads=("compute",), limit_s=3.0),
+        Options(device="cuda", seed=7, plan=Plan(), hold="gate", hold_ms=2.5, loads=("compute",), limit_s=3.0),
         Options(plan=Plan((LaunchId("fill", 0), LaunchId("a:b", 12))), stop_at_first_race=True, turns="/tmp/gpu.turns"),
     ],
 )

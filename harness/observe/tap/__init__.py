@@ -25,7 +25,11 @@ each thread that runs an operation of the case has one, which hands on what it h
   that of the forward operation in backward, else unknown.
 
 A hold is a spin kernel enqueued on the current stream right before the launch, and an event behind it: while the
-event is pending, so is the launch.
+event is pending, so is the launch. On CUDA it can be a gate instead (``gates.h``): the stream waits for a word that the
+host writes when the body has been enqueued, or before the host itself waits for the held launch. Before a gate is
+opened, everything that is not behind a closed gate has to have run, as the tap knows it from the waits that it has
+seen. What goes around both guard and ``around_guard`` can wait for a gate unseen. So a watchdog, a native thread that
+needs no GIL, opens a gate that has been closed for too long, and the hold counts as ``expired``, which proves nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ def install(device_type: str, announce: Callable[[str], None] | None = None) -> 
 
     Returns:
         The native instrument (``harness.observe.instrument.Native``), with ``set_hold_cycles(cycles)``,
-        ``can_sleep()``, ``set_sleep_fallback(callable)`` and ``ignore_this_thread(on)``.
+        ``can_sleep()``, ``set_sleep_fallback(callable)``, ``use_gates(limit_ms)``, ``use_sleeps()`` and
+        ``ignore_this_thread(on)``.
 
     Raises:
         UsageError: the extension cannot be built.
