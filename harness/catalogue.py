@@ -94,7 +94,7 @@ class Catalogue:
             "",
             f"{counted(len(self.entries), 'case')} in {counted(len(families), 'file')}: {kinds[0]:,} safe, "
             f"{kinds[1]:,} controls (unsafe by their contract, so they must be seen to race), {kinds[2]:,} of known "
-            "defects of PyTorch (safe by their contract, and seen to race since PyTorch is wrong).",
+            "defects of PyTorch (safe by their contract, and seen to race or to raise since PyTorch is wrong).",
             "",
             f"{_TWINS}{_describe_twins(self.entries) or 'not run'}.",
             "",

@@ -13,22 +13,24 @@ from harness.errors import UsageError
 _CONTROL = '@pytest.mark.control("why it is unsafe", aim="the racing stream")'
 _DEFECT = (
     '@pytest.mark.defect("docs/defects/report.md", aim="the racing stream", torch=">=2.7,<2.16", devices=("cuda", '
-    '"sim"))'
+    '"sim")), or raises=TheError instead of aim'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """A case that is safe by its contract and races all the same, since PyTorch is wrong."""
+    """A case that is safe by its contract and races or raises all the same, since PyTorch is wrong."""
 
     report: str
     """The file that describes the defect."""
-    aim: str
-    """The stream whose launches are the racing accesses."""
+    aim: str | None
+    """The stream whose launches are the racing accesses; None if it raises."""
     torch: SpecifierSet
     """The versions that have it."""
     devices: tuple[str, ...]
     """The kinds of device that have it: ``cuda``, ``sim``."""
+    raises: type[Exception] | None = None
+    """What its body ends with; None if it races."""
 
     def affects(self, torch_version: str, device: str) -> bool:
         """Whether it shows in this version, on the device that ``--device`` names."""
@@ -61,10 +63,11 @@ def defect_marker(item: pytest.Item) -> Defect | None:
     if marker is None:
         return None
     given = {**({"report": marker.args[0]} if marker.args else {}), **marker.kwargs}
-    devices = given.get("devices")
+    aim, raises, devices = given.get("aim"), given.get("raises"), given.get("devices")
     if (
-        set(given) != {"report", "aim", "torch", "devices"}
-        or not all(isinstance(given[name], str) and given[name] for name in ("report", "aim", "torch"))
+        set(given) not in ({"report", "torch", "devices", how} for how in ("aim", "raises"))
+        or not all(isinstance(given[name], str) and given[name] for name in ("report", "torch"))
+        or not ((isinstance(aim, str) and aim) or (isinstance(raises, type) and issubclass(raises, Exception)))
         or not isinstance(devices, tuple)
         or not devices
     ):
@@ -73,7 +76,7 @@ def defect_marker(item: pytest.Item) -> Defect | None:
         versions = SpecifierSet(given["torch"])
     except InvalidSpecifier:
         raise UsageError(f"{item.nodeid}: {given['torch']!r} names no versions of torch: write {_DEFECT}.") from None
-    return Defect(given["report"], given["aim"], versions, devices)
+    return Defect(given["report"], aim, versions, devices, raises)
 
 
 def control_of(item: pytest.Item, torch_version: str, device: str) -> Control | None:
@@ -87,6 +90,18 @@ def control_of(item: pytest.Item, torch_version: str, device: str) -> Control | 
         raise UsageError(
             f"{item.nodeid} is both a control and a defect: a case is unsafe by its contract, or it is not."
         )
-    if defect is None or not defect.affects(torch_version, device):
+    if defect is None or defect.aim is None or not defect.affects(torch_version, device):
         return control
     return Control(defect.report, defect.aim, defect=True)
+
+
+def expect_defect_to_raise(item: pytest.Item, torch_version: str, device: str) -> None:
+    """Let pytest expect that a case raises, and fail if it does not, where a defect of PyTorch makes it.
+
+    Raises:
+        UsageError: its marker is incomplete.
+    """
+    defect = defect_marker(item)
+    if defect is not None and defect.raises is not None and defect.affects(torch_version, device):
+        reason = f"a known defect of PyTorch, described in {defect.report}; if this passes: fixed upstream?"
+        item.add_marker(pytest.mark.xfail(raises=defect.raises, reason=reason, strict=True))

@@ -51,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "defect(report, aim, torch, devices): safe, but PyTorch is wrong in these versions on these kinds of device, "
-        "so it must be seen to race there; report: the file that describes the defect; aim: as for a control.",
+        "so it must be seen to race there; report: the file that describes the defect; aim: as for a control. With "
+        "raises, the exception, instead of aim: so it must be seen to raise that there.",
     )
     config.addinivalue_line("markers", "contract(source): where the promise comes from that the docstring states.")
     config.addinivalue_line("markers", "devices(count): the case needs so many devices; elsewhere it is not covered.")
@@ -192,9 +193,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     far the repetitions are.
     """
     config = session.config
+    run = config.stash[RUN]
+    _expect_defects(session.items, run.options.device)
     if hasattr(config, "workerinput"):
         distribution.slice_items(session.items, config.workerinput["workercount"], repetition_count)
-    run = config.stash[RUN]
     if run.prints_summary and config.option.catalogue_json is not None:
         _write_catalogue(Path(config.option.catalogue_json), session.items)
     if run.worker != "main" or config.option.collectonly:
@@ -204,6 +206,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     counts = [repetition_count(item) for item in session.items if "lab" in getattr(item, "fixturenames", ())]
     run.progress = terminal_progress(config.pluginmanager.getplugin("terminalreporter"))
     run.progress.total = sum(count or 0 for count in counts) if None not in counts else None
+
+
+def _expect_defects(items: Iterable[pytest.Item], device: str) -> None:
+    marked = [item for item in items if item.get_closest_marker("defect") is not None]
+    if not marked:
+        return
+    import torch
+
+    from harness.markers import expect_defect_to_raise
+
+    for item in marked:
+        try:
+            expect_defect_to_raise(item, torch.__version__, device)
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def _write_catalogue(path: Path, items: Iterable[pytest.Item]) -> None:

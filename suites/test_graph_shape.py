@@ -512,6 +512,30 @@ def test_func_grad_without_a_wait(lab, derivative):
     func_grad(lab, derivative, "ambient", already_ordered)
 
 
+@pytest.mark.contract(FUNC_GRAD)
+@pytest.mark.defect(
+    "docs/defects/functional_gradients.md", raises=NotImplementedError, torch=">=2.7", devices=("cuda", "sim")
+)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_of_a_function_that_uses_a_side_stream(lab, transform):
+    """A function that does a part of its work on another stream, and waits for it, can be differentiated like any."""
+    side = lab.stream("side")
+    with lab.preparing():
+        value = torch.full((256,), 2.0, device=lab.device)
+
+    def function(given):
+        current = torch.accelerator.current_stream()
+        square = given * given
+        side.wait_stream(current)
+        with side:
+            tripled = square * 3
+        current.wait_stream(side)
+        return tripled.sum()
+
+    with lab.stream("ambient"):
+        lab.observe(transform(function)(value), 12.0)
+
+
 @pytest.mark.contract("https://docs.pytorch.org/docs/stable/generated/torch.func.vjp.html")
 @every_ambient_stream
 def test_func_vjp(lab, ambient):

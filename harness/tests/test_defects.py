@@ -89,15 +89,42 @@ def test_a_defect_has_no_twins(suite):
     assert "control" not in ran.output
 
 
+RAISES = SAFE + "    raise NotImplementedError\n"
+
+
+@ONE_PROCESS_AND_WORKERS
+@pytest.mark.parametrize("study", [("--count", "40"), ("--twins",)], ids=["repetitions", "twins"])
+def test_a_defect_that_raises_is_expected_to(suite, workers, study):
+    suite.write(marker(aim=", raises=NotImplementedError") + RAISES)
+    ran = suite.run(*study, *workers)
+    assert ran.code == 0, ran.output
+    assert "1 xfailed" in ran.output
+
+
+def test_a_defect_that_raises_fails_the_run_when_it_stops_or_raises_something_else(suite):
+    suite.write(marker(aim=", raises=NotImplementedError") + SAFE)
+    ran = suite.run()
+    assert ran.code == ExitCode.RACE, ran.output
+    assert "described in docs/x.md; if this passes: fixed upstream?" in ran.output
+    suite.write(marker(aim=", raises=KeyError") + RAISES)
+    ran = suite.run()
+    assert ran.code == ExitCode.RACE, ran.output
+    assert "1 failed" in ran.output
+    suite.write(marker(aim=", raises=NotImplementedError", torch=">=2.7,<2.8") + RAISES)
+    assert "1 failed" in suite.run().output
+
+
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
+        (marker(aim=', aim="fill", raises=KeyError'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
+        (marker(aim=', raises="KeyError"'), "or raises=TheError instead of aim"),
         (marker(aim=""), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
         (marker(devices='"sim"'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
         (marker(torch="all of them"), "'all of them' names no versions of torch: write @pytest.mark.defect("),
         (marker() + '\n@pytest.mark.control("Unsafe.", aim="fill")', "is both a control and a defect"),
     ],
-    ids=["no aim", "no tuple", "no versions", "a control as well"],
+    ids=["both", "no exception", "no aim", "no tuple", "no versions", "a control as well"],
 )
 def test_a_marker_that_makes_no_sense(suite, written, sentence):
     suite.write(written + SAFE)
@@ -127,4 +154,15 @@ def test_a_defect_of_one_device_shows_in_its_script(name):
     ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
     rows = [re.split(r" {2,}", line) for line in ran.stdout.splitlines()[2:-1]]
     assert rows and all(row[-2:] == ["5 of 5", "0 of 5"] for row in rows), ran.stdout
+    assert ran.returncode == 1, ran.stderr
+
+
+def test_the_defect_of_function_transforms_shows_in_its_script():
+    script = REPOSITORY / "docs" / "defects" / "functional_gradients_simulated.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    rows = [re.split(r" {2,}", line) for line in ran.stdout.splitlines()[2:-1]]
+    assert [row[1] for row in rows] == ["right"] * 5, ran.stdout
+    raises = [row[0] for row in rows if row[2].startswith("NotImplementedError: Cannot access storage of ")]
+    assert raises == ["torch.func.grad", "torch.func.jacrev", "torch.func.vmap of grad"], ran.stdout
     assert ran.returncode == 1, ran.stderr
