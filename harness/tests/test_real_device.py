@@ -529,6 +529,79 @@ def test_the_seed_suite_has_no_race_but_its_controls(backend: RealBackend) -> No
     assert done.returncode == 0, done.stdout + done.stderr  # a race that no control has makes it 1
 
 
+# Pinned memory, and what the caller's hooks launch.
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_races_with_a_copy_unless_it_waits(tap: Tap, to_host: bool, waits: bool) -> None:
+    (copying,) = streams(1)
+    memory, value = torch.ones(256).pin_memory(), torch.ones(256, device="cuda")
+    torch.accelerator.synchronize()
+
+    def program() -> None:
+        with copying:
+            if to_host:
+                memory.copy_(value, non_blocking=True)
+            else:
+                value.copy_(memory, non_blocking=True)
+        if waits:
+            copying.synchronize()
+        if to_host:
+            memory[3].item()
+        else:
+            memory.fill_(2.0)
+
+    _, races = judged(tap, program)
+    torch.accelerator.synchronize()
+    kind, operation = (
+        ("read after write", "aten::_local_scalar_dense") if to_host else ("write after read", "aten::fill_.Scalar")
+    )
+    found = [(race.kind, race.second.operation, race.second_stream) for race in races]  # type: ignore[union-attr]
+    assert found == ([] if waits else [(kind, operation, None)])
+
+
+def test_pinned_memory_that_is_handed_out_again_is_no_race(tap: Tap) -> None:
+    (copying,) = streams(1)
+    value = torch.ones(1 << 16, device="cuda")
+    torch.accelerator.synchronize()
+    addresses = []
+
+    def program() -> None:
+        for number in range(4):
+            memory = torch.empty(1 << 16, pin_memory=True).fill_(float(number))
+            addresses.append(memory.data_ptr())
+            with copying:
+                value.copy_(memory, non_blocking=True)
+            del memory
+            time.sleep(0.01)  # the copy is done, and nobody but the allocator has asked
+
+    _, races = judged(tap, program)
+    assert races == []
+    assert len(set(addresses)) < len(addresses), "nothing was handed out again"
+
+
+def test_what_hooks_launch_inside_an_operation_is_counted_where_it_is_enqueued(tap: Tap) -> None:
+    (packing,) = streams(1)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packing.wait_stream(torch.accelerator.current_stream())
+        with packing:
+            return tensor.to("cpu", non_blocking=True)
+
+    with preparing(tap):
+        leaf = torch.ones(256, device="cuda", requires_grad=True)
+    with repetition(tap) as result, torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.cuda()):
+        leaf.square().exp()
+    here = torch.accelerator.current_stream().stream_id
+    assert [entry[2:5] for entry in result.of_kind("launch")] == [
+        (packing.stream_id, 0, "aten::copy_"),
+        (here, 0, "aten::pow.Tensor_Scalar"),
+        (here, 1, "aten::exp"),
+        (packing.stream_id, 1, "aten::copy_"),
+    ]
+
+
 # It changes nothing.
 
 

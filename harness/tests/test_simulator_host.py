@@ -55,53 +55,53 @@ def written(*runs: tuple[int, int]) -> list[tuple[tuple[int, int], bool]]:
     return [(run, True) for run in runs]
 
 
-@pytest.mark.parametrize(
-    ("use", "expected"),
-    [
-        (lambda memory: memory[3].item(), [("aten::_local_scalar_dense", read((3, 4)))]),
-        (lambda memory: float(memory[3]), [("aten::_local_scalar_dense", read((3, 4)))]),
-        (lambda memory: memory[2:4].tolist(), [("Tensor.tolist", read((2, 4)))]),
-        (lambda memory: memory[4:].numpy(), [("Tensor.numpy", read((4, 8)))]),
-        (np.asarray, [("Tensor.numpy", read(ALL))]),
-        (lambda memory: memory.__dlpack__(), [("Tensor.__dlpack__", read(ALL))]),
-        (pickle.dumps, [("Tensor.__reduce_ex__", read(ALL))]),
-        (lambda memory: torch.from_numpy(memory.numpy()[2:])[1].item(),
-         [("Tensor.numpy", read(ALL)), ("aten::_local_scalar_dense", read((3, 4)))]),
-        (lambda memory: memory.sum(), [("aten::sum.dim_IntList", read(ALL))]),
-        (lambda memory: memory[::4] + 1, [("aten::add.Tensor", read((0, 1), (4, 5)))]),
-        (lambda memory: memory.view(2, 4)[torch.tensor([1])], [("aten::index.Tensor", read(ALL))]),
-        (lambda memory: memory.clone(), [("aten::copy_", read(ALL))]),
-        (lambda memory: torch.cat([memory[:2], torch.zeros(1), memory[6:]]), [("aten::cat", read((0, 2), (6, 8)))]),
-        (lambda memory: torch.equal(memory, torch.zeros(SIZE)), [("aten::equal", read(ALL))]),
-        (lambda memory: torch.empty(SIZE).copy_(memory), [("aten::copy_", read(ALL))]),
-        (lambda memory: memory[1:3].copy_(torch.zeros(2)), [("aten::copy_", written((1, 3)))]),
-        (lambda memory: memory[1:3].fill_(2.0), [("aten::fill_.Scalar", written((1, 3)))]),
-        (lambda memory: memory.__setitem__(5, 2.0), [("aten::copy_", written((5, 6)))]),
-        (lambda memory: memory.add_(1.0), [("aten::add_.Tensor", written(ALL))]),
-        (lambda memory: memory.zero_(), [("aten::zero_", written(ALL))]),
-        (lambda memory: torch.ones(4, out=memory[:4]), [("aten::fill_.Scalar", written((0, 4)))]),
-        (lambda memory: torch.add(memory[:4], 1, out=memory[4:]), [("aten::add.out", read((0, 4)) + written((4, 8)))]),
-        (lambda memory: torch._foreach_add_([memory[:1], memory[7:]], 1.0),
-         [("aten::add_.Tensor", written((0, 1))), ("aten::add_.Tensor", written((7, 8)))]),
-        # Composite, and yet they read themselves.
-        (lambda memory: torch.nn.functional.conv1d(memory.view(1, 1, -1), torch.ones(1, 1, 3)),
-         [("aten::_convolution", read(ALL))]),
-        (lambda memory: torch.nn.functional.max_pool1d(memory.view(1, 1, -1), 2), [("aten::max_pool1d", read(ALL))]),
-        # The device reads a scalar and an index on the host when they are enqueued.
-        (lambda memory: filled(SIZE, 1.0).mul_(memory[2]), [("aten::mul_.Tensor", read((2, 3)))]),
-        # What there is to say of a copy the copy says.
-        (lambda memory: filled(SIZE, 1.0).copy_(memory, non_blocking=True), []),
-        (lambda memory: memory.to("sim", non_blocking=True), []),
-        (lambda memory: filled(4, 1.0).copy_(memory[::2], non_blocking=True),
-         [("aten::copy_", read((0, 1), (2, 3), (4, 5), (6, 7)))]),
-        (lambda memory: memory[::4].copy_(filled(2, 1.0), non_blocking=True),
-         [("aten::copy_", written((0, 1), (4, 5)))]),
-        # Nothing is read or written here.
-        (lambda memory: (memory.view(2, 4).t()[1:].unsqueeze(0).expand(3, -1, -1), memory.detach().split(3)), []),
-        (lambda memory: (memory.is_pinned(), memory.data_ptr(), memory.pin_memory(), memory.stride()), []),
-        (lambda memory: (torch.empty_like(memory), memory.new_zeros(3), filled(3, 1.0).add_(1.0)), []),
-    ],
-)  # fmt: skip
+USES: list[tuple[Callable[[torch.Tensor], Any], list[Any]]] = [
+    (lambda memory: memory[3].item(), [("aten::_local_scalar_dense", read((3, 4)))]),
+    (lambda memory: float(memory[3]), [("aten::_local_scalar_dense", read((3, 4)))]),
+    (lambda memory: memory[2:4].tolist(), [("Tensor.tolist", read((2, 4)))]),
+    (lambda memory: memory[4:].numpy(), [("Tensor.numpy", read((4, 8)))]),
+    (np.asarray, [("Tensor.numpy", read(ALL))]),
+    (lambda memory: memory.__dlpack__(), [("Tensor.__dlpack__", read(ALL))]),
+    (pickle.dumps, [("Tensor.__reduce_ex__", read(ALL))]),
+    (lambda memory: torch.from_numpy(memory.numpy()[2:])[1].item(),
+     [("Tensor.numpy", read(ALL)), ("aten::_local_scalar_dense", read((3, 4)))]),
+    (lambda memory: memory.sum(), [("aten::sum.dim_IntList", read(ALL))]),
+    (lambda memory: memory[::4] + 1, [("aten::add.Tensor", read((0, 1), (4, 5)))]),
+    (lambda memory: memory.view(2, 4)[torch.tensor([1])], [("aten::index.Tensor", read(ALL))]),
+    (lambda memory: memory.clone(), [("aten::copy_", read(ALL))]),
+    (lambda memory: torch.cat([memory[:2], torch.zeros(1), memory[6:]]), [("aten::cat", read((0, 2), (6, 8)))]),
+    (lambda memory: torch.equal(memory, torch.zeros(SIZE)), [("aten::equal", read(ALL))]),
+    (lambda memory: torch.empty(SIZE).copy_(memory), [("aten::copy_", read(ALL))]),
+    (lambda memory: memory[1:3].copy_(torch.zeros(2)), [("aten::copy_", written((1, 3)))]),
+    (lambda memory: memory[1:3].fill_(2.0), [("aten::fill_.Scalar", written((1, 3)))]),
+    (lambda memory: memory.__setitem__(5, 2.0), [("aten::copy_", written((5, 6)))]),
+    (lambda memory: memory.add_(1.0), [("aten::add_.Tensor", written(ALL))]),
+    (lambda memory: memory.zero_(), [("aten::zero_", written(ALL))]),
+    (lambda memory: torch.ones(4, out=memory[:4]), [("aten::fill_.Scalar", written((0, 4)))]),
+    (lambda memory: torch.add(memory[:4], 1, out=memory[4:]), [("aten::add.out", read((0, 4)) + written((4, 8)))]),
+    (lambda memory: torch._foreach_add_([memory[:1], memory[7:]], 1.0),
+     [("aten::add_.Tensor", written((0, 1))), ("aten::add_.Tensor", written((7, 8)))]),
+    # Composite, and yet they read themselves.
+    (lambda memory: torch.nn.functional.conv1d(memory.view(1, 1, -1), torch.ones(1, 1, 3)),
+     [("aten::_convolution", read(ALL))]),
+    (lambda memory: torch.nn.functional.max_pool1d(memory.view(1, 1, -1), 2), [("aten::max_pool1d", read(ALL))]),
+    # The device reads a scalar and an index on the host when they are enqueued.
+    (lambda memory: filled(SIZE, 1.0).mul_(memory[2]), [("aten::mul_.Tensor", read((2, 3)))]),
+    # What there is to say of a copy the copy says.
+    (lambda memory: filled(SIZE, 1.0).copy_(memory, non_blocking=True), []),
+    (lambda memory: memory.to("sim", non_blocking=True), []),
+    (lambda memory: filled(4, 1.0).copy_(memory[::2], non_blocking=True),
+     [("aten::copy_", read((0, 1), (2, 3), (4, 5), (6, 7)))]),
+    (lambda memory: memory[::4].copy_(filled(2, 1.0), non_blocking=True),
+     [("aten::copy_", written((0, 1), (4, 5)))]),
+    # Nothing is read or written here.
+    (lambda memory: (memory.view(2, 4).t()[1:].unsqueeze(0).expand(3, -1, -1), memory.detach().split(3)), []),
+    (lambda memory: (memory.is_pinned(), memory.data_ptr(), memory.pin_memory(), memory.stride()), []),
+    (lambda memory: (torch.empty_like(memory), memory.new_zeros(3), filled(3, 1.0).add_(1.0)), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("use", "expected"), USES)
 def test_what_the_host_accesses(native: ModuleType, use: Callable[[torch.Tensor], Any], expected: list[Any]) -> None:
     with with_pinned(native) as (memory, result):
         use(memory)
@@ -254,6 +254,16 @@ def test_autograd_does_the_same_while_the_host_is_observed(native: ModuleType, e
         seen = effect(device)
         memory.sum()
     assert seen == observer_effects.WANTED[effect] and host_accesses(result) == [("aten::sum.dim_IntList", read(ALL))]
+
+
+def test_a_hook_that_packs_accesses_memory_itself_although_an_operation_is_running(native: ModuleType) -> None:
+    with with_pinned(native) as (memory, result):
+        leaf = filled(SIZE, 2.0).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (tensor, memory[3].item()), lambda packed: packed[0]
+        ):
+            leaf.square()
+    assert host_accesses(result) == [("aten::_local_scalar_dense", read((3, 4)))]
 
 
 def test_without_a_repetition_or_pinned_memory_nothing_is_observed(native: ModuleType) -> None:

@@ -395,6 +395,20 @@ def test_the_line_of_a_free_in_a_thread_of_the_engine_is_that_of_the_forward(tap
     assert (__file__, line) in [entry[7:9] for entry in result.of_kind("free")]
 
 
+def test_the_free_of_a_thread_that_only_enters_a_stream_is_seen(tap: Tap, simulator: ModuleType) -> None:
+    (stream,) = streams(1)
+
+    def give_up(values: list[torch.Tensor]) -> None:
+        with stream:
+            values.clear()
+
+    with repetition(tap) as result, repetition(simulator) as expected:
+        thread = threading.Thread(target=give_up, args=([filled(1000, 1.0)],))
+        thread.start()
+        thread.join()
+    assert len(result.of_kind("free")) == len(expected.of_kind("free")) == 1
+
+
 # Somebody else's profiler.
 
 

@@ -1,4 +1,7 @@
-"""What an operator touches in memory: C++ that the simulator and the tap compile into their extensions alike."""
+"""What an operator, or the host itself, touches in memory: what the simulator and the tap have in common.
+
+The C++ is compiled into the extensions of both.
+"""
 
 from __future__ import annotations
 

@@ -278,6 +278,12 @@ void trace_host_read(const std::string& operation, py::handle tensor) {
   }
 }
 
+// Calls a hook that packs a tensor which the operation that is running on this thread saves for backward.
+py::object call_packing(const py::function& pack, py::handle tensor) {
+  const OutsideOperator outside;
+  return pack(tensor);
+}
+
 bool is_taken() {
   return c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)].load() != nullptr ||
       at::isPrivateUse1HooksRegistered();
@@ -331,6 +337,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("empty_cache", [] { Allocator::get().empty_cache(); }, Release());
   module.def("metadata_cache_size", &metadata_cache_size);
   module.def("observes_host", &observes_host);
+  module.def("call_packing", &call_packing, py::arg("pack"), py::arg("tensor"));
   module.def("trace_host_read", &trace_host_read, py::arg("operation"), py::arg("tensor"));
   module.def("runs_meta_kernel", &runs_meta_kernel);
   module.def("manual_seed", [](int device, uint64_t seed) {

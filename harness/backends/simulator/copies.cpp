@@ -1,6 +1,7 @@
 #include "copies.h"
 
 #include "host_accesses.h"
+#include "host_operators.h"
 #include "launch.h"
 #include "output_metadata.h"
 #include "pinned_memory.h"
@@ -37,17 +38,6 @@ struct CopyKernel final : Work {
   }
 };
 
-// Whether the device copies from or to the host tensor's own memory. Else PyTorch goes through a contiguous temporary in pageable
-// memory, which the host fills before the copy or empties after it: see copy_kernel_cuda in aten/src/ATen/native/cuda/Copy.cu.
-bool uses_own_memory(const at::Tensor& host, const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
-  bool same_dtype = source.scalar_type() == destination.scalar_type();
-  if (same_dtype && source.sizes() == destination.sizes() && source.strides() == destination.strides() &&
-      source.is_non_overlapping_and_dense()) {
-    return true;
-  }
-  return (non_blocking || same_dtype) && host.numel() == destination.numel() && host.is_contiguous();
-}
-
 void copy_between_devices(const at::Tensor& source, const at::Tensor& destination, const std::string* name) {
   const auto device = source.device().index();
   auto& scheduler = Scheduler::get();
@@ -81,7 +71,7 @@ void copy_from_host(const at::Tensor& source, const at::Tensor& destination, boo
   auto& scheduler = Scheduler::get();
   auto& stream = scheduler.stream(device, current_stream(device));
   const bool is_read_when_it_runs =
-      is_pinned(source.data_ptr()) && uses_own_memory(source, source, destination, non_blocking);
+      is_pinned(source.data_ptr()) && copies_host_memory_itself(source, source, destination, non_blocking);
   CpuAliases aliases;
   auto kernel = std::make_unique<CopyKernel>();
   std::vector<Access> accesses;
@@ -112,7 +102,7 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& destination, bool 
   auto& scheduler = Scheduler::get();
   auto& stream = scheduler.stream(device, current_stream(device));
   const bool is_written_when_it_runs =
-      is_pinned(destination.data_ptr()) && uses_own_memory(destination, source, destination, non_blocking);
+      is_pinned(destination.data_ptr()) && copies_host_memory_itself(destination, source, destination, non_blocking);
   CpuAliases aliases;
   auto kernel = std::make_unique<CopyKernel>();
   kernel->source = aliases.of(source);

@@ -1,5 +1,6 @@
 #include "host_accesses.h"
 
+#include "host_operators.h"
 #include "output_metadata.h"
 #include "pinned_memory.h"
 #include "scheduler.h"
@@ -10,7 +11,6 @@
 
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -26,37 +26,14 @@ struct HostOperator {
   std::vector<bool> written; // one an argument
 };
 
-// Composite operators that work on memory themselves, at least at times. Of the operators in PyTorch's OpInfo database, all others
-// call an operator with a CPU kernel to do so.
-bool works_on_memory(const std::string& name) {
-  static const auto& names = *new std::set<std::string>{
-      "aten::_convolution", "aten::_grid_sampler_2d_cpu_fallback", "aten::_grid_sampler_2d_cpu_fallback_backward",
-      "aten::_nnpack_spatial_convolution", "aten::_pack_padded_sequence", "aten::conj_physical_",
-      "aten::convolution_backward", "aten::copy_", "aten::max_pool1d", "aten::mkldnn_convolution"};
-  return names.count(name) > 0;
-}
-
-// Operators with CPU kernels that change what a tensor refers to, not what is there.
-bool leaves_memory_alone(const std::string& name) {
-  static const auto& names = *new std::set<std::string>{"aten::is_set_to", "aten::resize_", "aten::set_"};
-  return names.count(name) > 0;
-}
-
 HostOperator make_operator(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   HostOperator result;
   result.name = intern(schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name()));
-  bool writes = false;
   for (const auto& argument : schema.arguments()) {
     result.written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
-    writes = writes || result.written.back();
   }
-  bool is_view = false;
-  for (const auto& returned : schema.returns()) {
-    is_view = is_view || (returned.alias_info() && !writes);
-  }
-  result.counts = !is_view && !leaves_memory_alone(schema.name()) &&
-      (op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || works_on_memory(schema.name()));
+  result.counts = works_on_host_memory(op);
   return result;
 }
 
@@ -138,6 +115,14 @@ auto& callback_mutex = *new std::mutex();
 at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
 } // namespace
+
+OutsideOperator::OutsideOperator() : was_within_(within_operator) {
+  within_operator = false;
+}
+
+OutsideOperator::~OutsideOperator() {
+  within_operator = was_within_;
+}
 
 bool observes_host() {
   std::lock_guard<std::mutex> lock(callback_mutex);

@@ -11,13 +11,13 @@ import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from harness.backends import extension
+from harness.backends.accesses import host_reads, saved_tensor_hooks
 from harness.backends.simulator import (
     EXTENSION_NAME,
     SOURCES,
     TITLE,
     Announce,
     device_module,
-    host_reads,
     meta_kernels,
 )
 from harness.errors import UsageError
@@ -49,6 +49,7 @@ def register(announce: Announce | None = None) -> ModuleType:
     meta_kernels.describe_cpu_kernels(native.runs_meta_kernel)
     device_module.bind(native)
     host_reads.report_to(native)
+    saved_tensor_hooks.report_to(native)
     torch._register_device_module(DEVICE_TYPE, device_module)
     generate_methods_for_privateuse1_backend()
     _Farewell()

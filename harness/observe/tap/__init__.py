@@ -9,20 +9,26 @@ Two observers in one native extension (the C++ files beside this one):
 - A global ``RecordFunction`` callback that sees every dispatched operation, in the engine's threads too. An operation
   is a launch when a kernel is registered for it under the device's own dispatch key and its schema is neither that of
   a view nor of a query; composite operations are seen through. Kernels that are launched without the dispatcher
-  (Triton, NCCL) are not seen.
+  (Triton, NCCL) are not seen. What an operation launches through others is part of it, but for what the caller's
+  hooks do that pack the tensors it saves (``harness/backends/accesses/saved_tensor_hooks.py``).
 
 A launch has the bytes of device memory that it reads and writes: of its arguments, written as its schema says, and of
-what it returns. What a kernel touches beyond these (a cached workspace, say) is not seen, nor is the host's
-own memory. Allocations and frees come from the caching allocator, which tells a profiler of them
-(``c10::reportMemoryUsageToProfiler``; CUDA's native allocator does, ``cudaMallocAsync`` does not): during a repetition
-each thread that runs an operation of the case has one, which hands on what it hears. So
+what it returns. What a kernel touches beyond these (a cached workspace, say) is not seen. Allocations and frees come
+from the caching allocator, which tells a profiler of them (``c10::reportMemoryUsageToProfiler``; CUDA's native
+allocator does, ``cudaMallocAsync`` does not): during a repetition each thread that runs an operation of the case,
+enters a stream or issues a wait has one, which hands on what it hears. So
 
 - PyTorch's profiler cannot be started in the body of a case ("already enabled on this thread"), and where one is
   running on the thread already, the trace has neither memory nor accesses, and happens-before nothing to judge;
 - a block that was handed out before the repetition has an owner that nobody knows, and its free is not in the trace.
-  Nor is a free by a thread that runs no operation; it is entered when the memory is handed out again;
+  Nor is a free by a thread that does none of these; it is entered when the memory is handed out again;
 - the line of a free is that of the thread if it happens to hold the GIL, which the allocator must not wait for, else
   that of the forward operation in backward, else unknown.
+
+Pinned memory of the host is seen from the first copy of the repetition on that uses it: that copy and later ones, and
+what the host itself reads and writes of it (operators on CPU tensors, and ``harness/backends/accesses/host_reads.py``).
+Its allocator reports nothing, so a block that was given up is entered as freed when the next launch or access of the
+host is seen, and as handed out again when a copy uses it again, after the copies that the allocator waits for.
 
 A hold is a spin kernel enqueued on the current stream right before the launch, and an event behind it: while the
 event is pending, so is the launch. On CUDA it can be a gate instead (``gates.h``): the stream waits for a word that the
@@ -39,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.backends import accesses, extension
+from harness.backends.accesses import host_reads, saved_tensor_hooks
 from harness.errors import InfrastructureError
 from harness.observe import around_guard
 
@@ -47,6 +54,8 @@ _TITLE = "tap"
 _SOURCES = [*sorted(Path(__file__).parent.glob("*.cpp")), *accesses.SOURCES]
 
 _installed: tuple[str, Any] | None = None
+_restore_python: list[Callable[[], None]] = []
+"""What restores the methods that report to the tap."""
 _restore: Callable[[], None] | None = None
 
 
@@ -96,6 +105,7 @@ def install(device_type: str, announce: Callable[[str], None] | None = None) -> 
 
         # Not exported by this build of torch: the same kernel by way of Python, which costs the GIL at each hold.
         native.set_sleep_fallback(torch.cuda._sleep)
+    _restore_python[:] = [host_reads.report_to(native), saved_tensor_hooks.report_to(native)]
     _installed = (device_type, native)
     return native
 
@@ -140,5 +150,7 @@ def remove() -> None:
     """Restore the device guard and end the observation; nothing happens where no tap is installed."""
     global _installed
     if _installed is not None:
+        while _restore_python:
+            _restore_python.pop()()
         _installed[1].remove()
         _installed = None

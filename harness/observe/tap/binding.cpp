@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <c10/core/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <chrono>
 #include <functional>
@@ -114,6 +115,9 @@ py::tuple as_tuple(const Entry& entry) {
       return py::make_tuple("sync_event", entry.number);
     case EntryKind::SyncDevice:
       return py::make_tuple("sync_device", device);
+    case EntryKind::Host:
+      return py::make_tuple(
+          "host", text(entry.operation), text(entry.node), file_of(entry.line), entry.line.line, accesses_of(entry));
     case EntryKind::Allocate:
       return py::make_tuple(
           "allocate", entry.bytes.block, entry.bytes.start, entry.bytes.stop, device, entry.on.stream,
@@ -125,6 +129,8 @@ py::tuple as_tuple(const Entry& entry) {
     case EntryKind::RecordStream:
       return py::make_tuple(
           "record_stream", entry.bytes.block, entry.bytes.start, entry.bytes.stop, device, entry.on.stream);
+    case EntryKind::Postponed: // never after the end of a repetition
+      break;
   }
   throw std::logic_error("unknown kind of trace entry");
 }
@@ -205,6 +211,24 @@ void use_gates(double limit_ms, std::optional<py::function> wait) {
   gates().use(std::chrono::duration_cast<Gates::Clock::duration>(limit), std::move(enqueue));
 }
 
+// The host reads a tensor's memory without an operator that would be seen.
+void trace_host_read(const std::string& operation, py::handle tensor) {
+  if (observed() && repetition().knows_host_memory() && THPVariable_Check(tensor.ptr())) {
+    observe_host_read(operation, THPVariable_Unpack(tensor.ptr()));
+  }
+}
+
+// Calls a hook that packs a tensor which the operation that is running on this thread saves for backward.
+py::object call_packing(const py::function& pack, py::handle tensor) {
+  if (!observed() || !THPVariable_Check(tensor.ptr())) {
+    return pack(tensor);
+  }
+  Packing packing(THPVariable_Unpack(tensor.ptr()));
+  py::object packed = pack(tensor);
+  packing.succeeded();
+  return packed;
+}
+
 } // namespace
 } // namespace sidestream
 
@@ -252,6 +276,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("size_bytes"));
   module.def("set_sleep_fallback", [](py::function callable) { set_sleep_fallback(sleep_by(std::move(callable))); });
   module.def("is_launch", &is_launch, py::arg("operation"), py::arg("device_type"));
+  module.def("trace_host_read", &trace_host_read, py::arg("operation"), py::arg("tensor"));
+  module.def("call_packing", &call_packing, py::arg("pack"), py::arg("tensor"));
   module.def("ignore_this_thread", [](bool on) { this_thread().ignored = on; }, py::arg("on"));
   bind_synchronizations(module);
 }

@@ -1,9 +1,10 @@
 // The memory of the devices as one repetition sees it: what its caching allocators have handed out, and what that memory is
-// called in the trace.
+// called in the trace. Pinned memory of the host is that of device -1.
 #pragma once
 
 #include <c10/core/Device.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -43,6 +44,12 @@ struct LiveBlock {
   std::vector<StreamKey> users = {}; // other streams that it was recorded on
   int64_t entry = -1; // of its allocation in the trace; negative if that is not in the trace
   bool integers = false; // whether a launch has used it as such
+
+  void add_user(StreamKey on) {
+    if (std::find(users.begin(), users.end(), on) == users.end()) {
+      users.push_back(on);
+    }
+  }
 };
 
 // What is live, and which recordings what was given back waits for. Expects the repetition's lock to be held.

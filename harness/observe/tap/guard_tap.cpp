@@ -6,6 +6,7 @@
 
 #include "device.h"
 #include "forwarding_guard.h"
+#include "memory_reports.h"
 #include "thread_state.h"
 
 namespace sidestream {
@@ -16,6 +17,13 @@ using c10::impl::DeviceGuardImplInterface;
 class GuardTap final : public ForwardingGuard {
  public:
   using ForwardingGuard::ForwardingGuard;
+
+  Stream exchangeStream(Stream stream) const override {
+    if (observed()) {
+      report_memory_of_this_thread(); // it may free what backward used without running any operation itself
+    }
+    return original()->exchangeStream(stream);
+  }
 
   void record(void** event, const Stream& stream, const DeviceIndex device, const c10::EventFlag flag) const override {
     original()->record(event, stream, device, flag);
@@ -29,6 +37,7 @@ class GuardTap final : public ForwardingGuard {
 
   void block(void* event, const Stream& stream) const override {
     if (observed()) {
+      report_memory_of_this_thread();
       repetition().mark_used(stream.device_index());
       repetition().waited(event, key_of(stream), !repetition().preparing());
     }

@@ -18,6 +18,8 @@
 #include "byte_ranges.h"
 #include "device.h"
 #include "gates.h"
+#include "host_memory.h"
+#include "host_operators.h"
 #include "memory_reports.h"
 #include "operations.h"
 #include "thread_state.h"
@@ -92,9 +94,20 @@ bool on_device(const at::Tensor& tensor) {
 struct Copy {
   c10::DeviceIndex device = -1; // whose current stream carries it out
   std::optional<c10::DeviceIndex> peer; // the other device of a copy between two
+  const at::Tensor* host = nullptr; // the tensor of the host, if it is one with the host
+  bool to_host = false;
+  bool non_blocking = false;
+  bool uses_host_memory = false; // when it runs, and not that of a temporary
   bool host_waits = false;
   bool host_may_wait = false;
 };
+
+bool is_pinned(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.numel() > 0 &&
+      at::globalContext()
+          .getAcceleratorHooksInterface(device_type.load(std::memory_order_relaxed))
+          .isPinnedPtr(tensor.storage().data());
+}
 
 // What a copy does (aten/src/ATen/native/cuda/Copy.cu): between devices it runs on the source's current stream, after
 // what is on the destination's, which then waits for it; with the host it runs on the device's current stream, and
@@ -121,34 +134,33 @@ Copy look_at_copy(const Operation& operation, Arguments arguments) {
     }
     return copy;
   }
-  if (!(on_device(*source) ? destination : source)->is_cpu()) {
+  copy.to_host = on_device(*source);
+  copy.host = copy.to_host ? destination : source;
+  if (!copy.host->is_cpu()) {
+    copy.host = nullptr;
     return copy;
   }
   const auto position = static_cast<size_t>(operation.copy_non_blocking);
-  const bool non_blocking = operation.copy_non_blocking >= 0 && position < arguments.size() &&
-      arguments[position].isBool() && arguments[position].toBool();
-  copy.host_waits = !non_blocking;
-  if (non_blocking && destination->is_cpu() && destination->has_storage() && destination->numel() > 0) {
-    copy.host_waits = !at::globalContext()
-                           .getAcceleratorHooksInterface(device_type.load(std::memory_order_relaxed))
-                           .isPinnedPtr(destination->storage().data());
-  }
+  copy.non_blocking = operation.copy_non_blocking >= 0 && position < arguments.size() && arguments[position].isBool() &&
+      arguments[position].toBool();
+  copy.uses_host_memory =
+      copies_host_memory_itself(*copy.host, *source, *destination, copy.non_blocking) && is_pinned(*copy.host);
+  copy.host_waits = !copy.non_blocking || (copy.to_host && copy.host->numel() > 0 && !copy.uses_host_memory);
+  // The driver takes the bytes of a small copy along.
   constexpr size_t kTakenAlong = 64 * 1024;
-  if (non_blocking && source->is_cpu() && source->has_storage() && source->nbytes() > kTakenAlong) {
-    copy.host_may_wait = !at::globalContext()
-                              .getAcceleratorHooksInterface(device_type.load(std::memory_order_relaxed))
-                              .isPinnedPtr(source->storage().data());
-  }
+  copy.host_may_wait =
+      copy.non_blocking && !copy.to_host && copy.host->nbytes() > kTakenAlong && !copy.uses_host_memory;
   return copy;
 }
 
-// The bytes on the device that an operation touches, and the storages that they are part of.
+// The bytes that an operation touches, either on the device or of the host, and the storages that they are part of.
 struct Touched {
+  bool of_host = false;
   std::vector<AccessedBytes> accesses;
   std::vector<TouchedStorage> storages;
 
   void add_dense(const at::Tensor& tensor, bool write) {
-    if (!tensor.defined() || !on_device(tensor) || !tensor.has_storage()) {
+    if (!tensor.defined() || !(of_host ? tensor.is_cpu() : on_device(tensor)) || !tensor.has_storage()) {
       return;
     }
     const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
@@ -156,7 +168,7 @@ struct Touched {
     if (address == 0) {
       return;
     }
-    const auto device = tensor.device().index();
+    const auto device = of_host ? kHost.device : tensor.device().index();
     ByteRanges ranges;
     byte_ranges_of(tensor, ranges);
     for (const auto& range : ranges) {
@@ -196,6 +208,54 @@ c10::Stream current_stream(c10::DeviceIndex device) {
   return device_guard()->getStream(c10::Device(device_type.load(std::memory_order_relaxed), device));
 }
 
+// Who is to blame for what happens on this thread now.
+struct Cause {
+  const std::string* node = nullptr;
+  SourceLine line;
+
+  static Cause now() {
+    Cause cause;
+    if (const auto node = torch::autograd::get_current_node()) {
+      cause.node = interned(node->name());
+      if (repetition().lines()) {
+        cause.line = line_in_backward(node->thread_id(), node->sequence_nr());
+      }
+    } else if (repetition().lines()) {
+      cause.line = current_line();
+    }
+    return cause;
+  }
+};
+
+// What the host itself does to memory that copies have used.
+struct HostAccess {
+  const std::string* operation = nullptr;
+  std::vector<AccessedBytes> accesses;
+
+  void enter() {
+    if (!accesses.empty()) {
+      const auto cause = Cause::now();
+      repetition().host_accesses(operation, cause.node, cause.line, std::move(accesses));
+    }
+  }
+};
+
+HostAccess host_access(const std::string* operation, const at::Tensor& tensor, bool write) {
+  Touched touched{/*of_host=*/true};
+  touched.add(tensor, write);
+  return {operation, repetition().used_by_copies(std::move(touched.accesses))};
+}
+
+HostAccess host_access(const Operation& operation, Arguments arguments) {
+  Touched touched{/*of_host=*/true};
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    touched.add(arguments[i], operation.written.has(i, arguments));
+  }
+  return {operation.name, repetition().used_by_copies(std::move(touched.accesses))};
+}
+
+} // namespace
+
 // What has to be undone when the operation ends.
 class Running final : public at::ObserverContext {
  public:
@@ -207,15 +267,43 @@ class Running final : public at::ObserverContext {
   }
 
   // From now on, what this thread does for the launch stays with it in the trace; and what the operation returns is written.
-  void trace(LaunchEntry launch, size_t return_count, bool integers) {
+  void trace(LaunchEntry launch, const c10::Stream& stream, size_t return_count, bool integers) {
     launch_ = launch;
-    launch.integers = integers;
+    launch_.integers = integers;
+    stream_ = stream;
     return_count_ = return_count;
-    outer_ = std::exchange(this_thread().launch, launch);
+    outer_ = std::exchange(this_thread().launch, launch_);
+    outer_running_ = std::exchange(this_thread().running, this);
+  }
+
+  void hold(const LaunchTicket& ticket) {
+    if (ticket.hold >= 0) {
+      const auto hold = static_cast<size_t>(ticket.hold);
+      repetition().mark_frontier(*stream_, ticket.behind);
+      repetition().launch_held(hold, enqueue_hold(hold, *stream_));
+    }
+  }
+
+  // The operation saves this tensor: if that is an argument, its launch is yet to come.
+  void postpone(const at::Tensor& saved) {
+    if (on_device(saved) && saved.has_storage()) {
+      const auto& storage = saved.unsafeGetTensorImpl()->unsafe_storage();
+      const auto start = reinterpret_cast<uint64_t>(storage.data());
+      is_postponed_ = repetition().postpone(launch_, Bytes{saved.device().index(), start, start + storage.nbytes()});
+    }
+  }
+
+  void resume() {
+    if (std::exchange(is_postponed_, false)) {
+      const auto ticket = repetition().launch_postponed(launch_);
+      launch_.entry = ticket.entry.entry;
+      this_thread().launch = launch_;
+      hold(ticket);
+    }
   }
 
   void returned(Arguments stack) {
-    if (launch_.entry < 0) {
+    if (launch_.entry < 0 || is_postponed_) {
       return;
     }
     Touched touched;
@@ -229,6 +317,17 @@ class Running final : public at::ObserverContext {
   void stand_for_nested() {
     stands_for_nested_ = true;
     ++this_thread().counted_depth;
+  }
+
+  // From now on, what this thread does is part of what the host does to its own memory.
+  void stand_for_host() {
+    stands_for_host_ = true;
+    ++this_thread().host_depth;
+  }
+
+  // Once the host has waited, it accesses memory of its own.
+  void access_at_end(HostAccess access) {
+    at_end_ = std::move(access);
   }
 
   void wait_for(StreamKey stream, bool traced) {
@@ -245,8 +344,16 @@ class Running final : public at::ObserverContext {
       sync_->end();
       sync_.reset();
     }
-    if (launch_.entry >= 0) {
+    at_end_.enter();
+    at_end_ = {};
+    if (stands_for_host_) {
+      stands_for_host_ = false;
+      --this_thread().host_depth;
+    }
+    if (stream_.has_value()) {
       this_thread().launch = outer_;
+      this_thread().running = outer_running_;
+      stream_.reset();
       launch_ = {};
     }
   }
@@ -254,10 +361,17 @@ class Running final : public at::ObserverContext {
  private:
   LaunchEntry launch_{};
   LaunchEntry outer_{};
+  Running* outer_running_ = nullptr;
+  std::optional<c10::Stream> stream_; // of the launch; none where there is none
+  bool is_postponed_ = false;
   size_t return_count_ = 0;
   bool stands_for_nested_ = false;
+  bool stands_for_host_ = false;
+  HostAccess at_end_;
   std::optional<HostSync> sync_;
 };
+
+namespace {
 
 void remember_forward_line(const at::RecordFunction& range) {
   const auto node = torch::autograd::get_current_node();
@@ -279,36 +393,52 @@ void observe_record_stream(Arguments arguments) {
   }
 }
 
-std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& range) {
-  const auto* const operation = operation_of(range, device_type.load(std::memory_order_relaxed));
-  auto& thread = this_thread();
-  if (repetition().lines() && range.seqNr() >= 0 && thread.counted_depth == 0) {
-    // Also for ranges that are no operation: the forward of a custom Function is one.
-    remember_forward_line(range);
+Running& made(std::unique_ptr<Running>& running) {
+  if (running == nullptr) {
+    running = std::make_unique<Running>();
   }
-  if (operation != nullptr && operation->base_name == "aten::record_stream") {
-    observe_record_stream(range.inputs());
-    return nullptr;
+  return *running;
+}
+
+// Whether the host does this itself, or has to say nothing more about it: of operations inside each other, the outermost counts.
+void observe_host(const Operation& operation, Arguments arguments, std::unique_ptr<Running>& running) {
+  if (operation.works_on_host && repetition().knows_host_memory() && this_thread().host_depth == 0 &&
+      !repetition().preparing()) {
+    host_access(operation, arguments).enter();
+    made(running).stand_for_host();
   }
-  if (operation == nullptr || !(operation->launches || operation->launches_other_layouts)) {
-    return nullptr;
+}
+
+// Where a copy does not use the memory of the host's tensor when it runs, the host does: before it, or after it has waited.
+void observe_host_side(const Copy& copy, const Operation& operation, std::unique_ptr<Running>& running) {
+  if (copy.host == nullptr || copy.uses_host_memory || !repetition().knows_host_memory()) {
+    return;
   }
-  auto arguments = range.inputs();
-  if (arguments.size() > operation->argument_count) {
-    arguments = arguments.slice(arguments.size() - operation->argument_count); // the caller's stack may hold more
+  auto access = host_access(operation.name, *copy.host, copy.to_host);
+  made(running).stand_for_host(); // whatever it does on the way is said herewith
+  if (copy.to_host) {
+    running->access_at_end(std::move(access));
+  } else {
+    access.enter();
+  }
+}
+
+void observe_launch(const Operation& operation, Arguments arguments, std::unique_ptr<Running>& running) {
+  if (!(operation.launches || operation.launches_other_layouts)) {
+    return observe_host(operation, arguments, running);
   }
   const auto tensors = tensors_in(arguments);
-  const bool launches = tensors.strided ? operation->launches : operation->launches_other_layouts;
+  const bool launches = tensors.strided ? operation.launches : operation.launches_other_layouts;
   if (tensors.first < 0 || tensors.wrapped || !launches) {
-    return nullptr;
+    return observe_host(operation, arguments, running);
   }
   Copy copy;
   auto device = tensors.first;
-  bool host_waits = operation->waits;
-  if (operation->is_copy()) {
-    copy = look_at_copy(*operation, arguments);
+  bool host_waits = operation.waits;
+  if (operation.is_copy()) {
+    copy = look_at_copy(operation, arguments);
     if (copy.device < 0) {
-      return nullptr;
+      return;
     }
     device = copy.device;
     // A sleep ends while the host waits, a gate must be opened before.
@@ -318,9 +448,9 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
     repetition().synchronize_used_devices();
   }
   const bool traced = !repetition().preparing();
-  const bool counted = traced && thread.counted_depth == 0;
+  const bool counted = traced && this_thread().counted_depth == 0;
   if (!counted && !host_waits) {
-    return nullptr;
+    return;
   }
   const auto stream = current_stream(device);
   const auto key = key_of(stream);
@@ -328,45 +458,64 @@ std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& ran
   if (copy.peer.has_value()) {
     peer = key_of(current_stream(*copy.peer));
   }
-  auto running = std::make_unique<Running>();
+  made(running);
   if (counted) {
-    const std::string* node_name = nullptr;
-    SourceLine line;
-    if (const auto node = torch::autograd::get_current_node()) {
-      node_name = interned(node->name());
-      if (repetition().lines()) {
-        line = line_in_backward(node->thread_id(), node->sequence_nr());
-      }
-    } else if (repetition().lines()) {
-      line = current_line();
+    if (operation.is_copy()) {
+      observe_host_side(copy, operation, running);
+    } else {
+      observe_host(operation, arguments, running);
     }
+    const auto cause = Cause::now();
     if (peer.has_value()) {
       repetition().order_streams(*peer, key);
     }
     Touched touched;
     for (size_t i = 0; i < arguments.size(); ++i) {
-      touched.add(arguments[i], operation->written.has(i, arguments));
+      touched.add(arguments[i], operation.written.has(i, arguments));
+    }
+    if (copy.uses_host_memory) {
+      Touched host{/*of_host=*/true};
+      host.add(*copy.host, copy.to_host);
+      touched.accesses.insert(touched.accesses.end(), host.accesses.begin(), host.accesses.end());
+      repetition().copy_uses(copy.host->storage(), copy.non_blocking ? std::optional(key) : std::nullopt);
     }
     const auto ticket = repetition().launch(
-        key, operation->name, node_name, line, std::move(touched.accesses), touched.storages);
+        key, operation.name, cause.node, cause.line, std::move(touched.accesses), touched.storages);
     const bool integers = std::any_of(
         touched.storages.begin(), touched.storages.end(), [](const TouchedStorage& storage) { return storage.integers; });
-    running->trace(ticket.entry, operation->return_count, integers);
-    if (ticket.hold >= 0) {
-      const auto hold = static_cast<size_t>(ticket.hold);
-      repetition().mark_frontier(stream, ticket.behind);
-      repetition().launch_held(hold, enqueue_hold(hold, stream));
-    }
+    running->trace(ticket.entry, stream, operation.return_count, integers);
+    running->hold(ticket);
     if (peer.has_value()) {
       repetition().order_streams(key, *peer);
     }
   }
-  if (counted && operation->stands_for_nested) {
+  if (counted && operation.stands_for_nested) {
     running->stand_for_nested();
   }
   if (host_waits) {
     running->wait_for(key, traced && !copy.host_may_wait);
   }
+}
+
+std::unique_ptr<at::ObserverContext> observe_start(const at::RecordFunction& range) {
+  const auto* const operation = operation_of(range, device_type.load(std::memory_order_relaxed));
+  if (repetition().lines() && range.seqNr() >= 0 && this_thread().counted_depth == 0) {
+    // Also for ranges that are no operation: the forward of a custom Function is one.
+    remember_forward_line(range);
+  }
+  if (operation != nullptr && operation->base_name == "aten::record_stream") {
+    observe_record_stream(range.inputs());
+    return nullptr;
+  }
+  if (operation == nullptr) {
+    return nullptr;
+  }
+  auto arguments = range.inputs();
+  if (arguments.size() > operation->argument_count) {
+    arguments = arguments.slice(arguments.size() - operation->argument_count); // the caller's stack may hold more
+  }
+  std::unique_ptr<Running> running;
+  observe_launch(*operation, arguments, running);
   return running;
 }
 
@@ -389,9 +538,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& range) {
   if (!observed()) {
     return nullptr;
   }
-  if (!report_memory_of_this_thread()) {
-    repetition().note_unseen_memory();
-  }
+  report_memory_of_this_thread();
   std::unique_ptr<at::ObserverContext> context;
   noting_errors(range, [&] { context = observe_start(range); });
   return context;
@@ -410,6 +557,27 @@ void on_end(const at::RecordFunction& range, at::ObserverContext* context) {
 }
 
 } // namespace
+
+void observe_host_read(const std::string& operation, const at::Tensor& tensor) {
+  if (!repetition().preparing()) {
+    host_access(interned(operation), tensor, false).enter();
+  }
+}
+
+Packing::Packing(const at::Tensor& saved) : operation_(this_thread()) {
+  if (operation_.running != nullptr) {
+    operation_.running->postpone(saved);
+  }
+  this_thread() = {};
+  this_thread().ignored = operation_.ignored;
+}
+
+Packing::~Packing() {
+  this_thread() = operation_;
+  if (operation_.running != nullptr && succeeded_) {
+    operation_.running->resume();
+  }
+}
 
 void install_launch_observer(c10::DeviceType type) {
   device_type = type;

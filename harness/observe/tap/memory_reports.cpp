@@ -85,21 +85,19 @@ std::thread::id begun_by;
 
 } // namespace
 
-bool report_memory_of_this_thread() {
+void report_memory_of_this_thread() {
   const auto* const found = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
   if (found == nullptr) {
     c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, reports());
-    return true;
+  } else if (found != reports().get()) {
+    repetition().note_unseen_memory();
   }
-  return found == reports().get();
 }
 
 void begin_memory_reports() {
   before = c10::ThreadLocalDebugInfo::current();
   begun_by = std::this_thread::get_id();
-  if (!report_memory_of_this_thread()) {
-    repetition().note_unseen_memory();
-  }
+  report_memory_of_this_thread();
 }
 
 void end_memory_reports() {

@@ -7,9 +7,9 @@
 
 namespace sidestream {
 
-// Lets the allocators report what the calling thread does, until the repetition ends. Says whether they do: not if a profiler of
-// somebody else's listens on this thread already.
-bool report_memory_of_this_thread();
+// Lets the allocators report what the calling thread does, until the repetition ends. If a profiler of somebody else's listens on
+// this thread already, the repetition's memory is not seen.
+void report_memory_of_this_thread();
 // Ends it on the thread that began the repetition.
 void begin_memory_reports();
 void end_memory_reports();

@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "host_operators.h"
+
 namespace sidestream {
 namespace {
 
@@ -122,6 +124,7 @@ Operation decide(const c10::OperatorHandle& handle, c10::DeviceType type) {
   operation.return_count = schema.returns().size();
   operation.written = written_arguments_of(schema);
   operation.waits = makes_host_wait(schema.name());
+  operation.works_on_host = works_on_host_memory(handle);
   // What a foreign operation does inside is the author's code, which may use several streams.
   operation.stands_for_nested = operation.base_name.compare(0, 6, "aten::") == 0;
 

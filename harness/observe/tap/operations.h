@@ -19,6 +19,7 @@ struct Operation {
   bool launches = false; // for strided tensors
   bool launches_other_layouts = false; // sparse, quantized, nested
   bool waits = false; // the host waits for the stream inside the operation, whatever its arguments
+  bool works_on_host = false; // the host itself, on the memory of its CPU tensors
   bool stands_for_nested = false; // what it launches through other dispatched operations is part of it
   WrittenArguments written;
   size_t return_count = 0;

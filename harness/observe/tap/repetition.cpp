@@ -77,6 +77,8 @@ void Repetition::begin(const std::vector<std::pair<StreamKey, int64_t>>& holds, 
   marks_ = 0;
   ++number_;
   memory_.clear();
+  host_memory_.clear();
+  knows_host_memory_ = false;
   storages_.clear();
   memory_is_seen_ = true;
   error_.clear();
@@ -123,6 +125,8 @@ void Repetition::finish() {
     running_ = false;
     preparing_ = 0;
     arrange();
+    host_memory_.clear();
+    knows_host_memory_ = false;
     error = error_;
   }
   if (gates().in_use()) {
@@ -151,12 +155,23 @@ LaunchTicket Repetition::launch(
     std::vector<AccessedBytes> accesses,
     const std::vector<TouchedStorage>& storages) {
   const std::lock_guard lock(mutex_);
-  auto& stream = streams_[on];
+  give_back_host_memory();
+  touch(storages);
+  Entry entry{EntryKind::Launch, on};
+  entry.operation = operation;
+  entry.node = node;
+  entry.line = line;
+  entry.accesses = std::move(accesses);
+  return enter_launch(std::move(entry));
+}
+
+LaunchTicket Repetition::enter_launch(Entry entry) {
+  auto& stream = streams_[entry.on];
   LaunchTicket ticket;
-  ticket.index = stream.launches++;
+  ticket.index = entry.number = stream.launches++;
   for (size_t i = 0; i < holds_.size(); ++i) {
     auto& hold = holds_[i];
-    if (hold.state == HoldState::Missing && hold.index == ticket.index && hold.on == on) {
+    if (hold.state == HoldState::Missing && hold.index == ticket.index && hold.on == entry.on) {
       hold.state = HoldState::Undecided;
       ticket.behind = stream.reached;
       stream.reached.add(i);
@@ -165,15 +180,39 @@ LaunchTicket Repetition::launch(
       break;
     }
   }
-  Entry entry{EntryKind::Launch, on, ticket.index};
-  entry.operation = operation;
-  entry.node = node;
-  entry.line = line;
-  entry.accesses = std::move(accesses);
-  touch(storages);
   ticket.entry = {number_, static_cast<int64_t>(entries_.size())};
   entries_.push_back(std::move(entry));
   return ticket;
+}
+
+bool Repetition::postpone(LaunchEntry launch, const Bytes& saved) {
+  const std::lock_guard lock(mutex_);
+  if (!running() || launch.repetition != number_) {
+    return false;
+  }
+  auto& entry = entries_[static_cast<size_t>(launch.entry)];
+  auto& stream = streams_[entry.on];
+  const auto of_saved = [&](const AccessedBytes& access) { return access.bytes.overlaps(saved); };
+  const auto writes = [&](const AccessedBytes& access) { return access.write && of_saved(access); };
+  if (entry.number + 1 != stream.launches || std::none_of(entry.accesses.begin(), entry.accesses.end(), of_saved) ||
+      std::any_of(entry.accesses.begin(), entry.accesses.end(), writes)) {
+    return false;
+  }
+  // A hold of this launch stays where it is: right before whatever is launched there next, which gets this number.
+  --stream.launches;
+  entry.kind = EntryKind::Postponed;
+  return true;
+}
+
+LaunchTicket Repetition::launch_postponed(LaunchEntry launch) {
+  const std::lock_guard lock(mutex_);
+  if (!running() || launch.repetition != number_) {
+    return {};
+  }
+  auto entry = std::move(entries_[static_cast<size_t>(launch.entry)]);
+  entries_[static_cast<size_t>(launch.entry)] = Entry{EntryKind::Postponed, entry.on};
+  entry.kind = EntryKind::Launch;
+  return enter_launch(std::move(entry));
 }
 
 void Repetition::launch_returned(
@@ -350,13 +389,60 @@ void Repetition::stream_recorded(c10::DeviceIndex device, const void* pointer, S
   const bool traced = !preparing();
   const std::lock_guard lock(mutex_);
   auto& block = memory_.block_at(device, reinterpret_cast<uint64_t>(pointer));
-  if (std::find(block.users.begin(), block.users.end(), on) == block.users.end()) {
-    block.users.push_back(on);
-  }
+  block.add_user(on);
   if (traced) {
     Entry entry{EntryKind::RecordStream, on};
     entry.bytes = block.bytes;
     append(std::move(entry));
+  }
+}
+
+void Repetition::copy_uses(const c10::Storage& storage, std::optional<StreamKey> asynchronous_on) {
+  const std::lock_guard lock(mutex_);
+  give_back_host_memory();
+  const auto [bytes, is_new] = host_memory_.add(storage);
+  if (is_new) {
+    knows_host_memory_ = true;
+    storages_.push_back(bytes);
+    auto waited_for = memory_.hand_out(LiveBlock{bytes, kHost});
+    if (!waited_for.empty()) {
+      Entry entry{EntryKind::Allocate, kHost};
+      entry.bytes = bytes;
+      entry.recordings = std::move(waited_for);
+      append(std::move(entry));
+    }
+  }
+  if (asynchronous_on.has_value()) {
+    memory_.block_at(kHost.device, bytes.start).add_user(*asynchronous_on);
+  }
+}
+
+std::vector<AccessedBytes> Repetition::used_by_copies(std::vector<AccessedBytes> accesses) {
+  const std::lock_guard lock(mutex_);
+  give_back_host_memory();
+  const auto is_unused = [&](const AccessedBytes& access) { return !host_memory_.knows(access.bytes); };
+  accesses.erase(std::remove_if(accesses.begin(), accesses.end(), is_unused), accesses.end());
+  return accesses;
+}
+
+void Repetition::host_accesses(
+    const std::string* operation, const std::string* node, SourceLine line, std::vector<AccessedBytes> accesses) {
+  const std::lock_guard lock(mutex_);
+  give_back_host_memory();
+  Entry entry{EntryKind::Host, kHost};
+  entry.operation = operation;
+  entry.node = node;
+  entry.line = line;
+  entry.accesses = std::move(accesses);
+  append(std::move(entry));
+}
+
+void Repetition::give_back_host_memory() {
+  if (!knows_host_memory()) {
+    return;
+  }
+  for (const auto& bytes : host_memory_.take_given_up()) {
+    give_back(memory_.take_back(bytes), {}, /*traced=*/true);
   }
 }
 
@@ -377,7 +463,10 @@ void Repetition::arrange() {
     for (auto& entry : entries_) {
       entry.accesses.clear();
     }
-    entries_.erase(std::remove_if(entries_.begin(), entries_.end(), of_memory), entries_.end());
+    const auto is_left_out = [&](const Entry& entry) {
+      return of_memory(entry) || entry.kind == EntryKind::Host || entry.kind == EntryKind::Postponed;
+    };
+    entries_.erase(std::remove_if(entries_.begin(), entries_.end(), is_left_out), entries_.end());
     return;
   }
   const auto count = entries_.size();
@@ -412,6 +501,8 @@ void Repetition::arrange() {
     }
     entries_ = std::move(arranged);
   }
+  const auto is_postponed = [](const Entry& entry) { return entry.kind == EntryKind::Postponed; };
+  entries_.erase(std::remove_if(entries_.begin(), entries_.end(), is_postponed), entries_.end());
   BlockNames names;
   for (const auto& storage : storages_) {
     names.add(storage);

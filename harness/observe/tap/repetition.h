@@ -16,12 +16,25 @@
 #include <vector>
 
 #include "device_memory.h"
+#include "host_memory.h"
 #include "source_lines.h"
 #include "stream_key.h"
 
 namespace sidestream {
 
-enum class EntryKind : uint8_t { Launch, Record, Wait, SyncStream, SyncEvent, SyncDevice, Allocate, Free, RecordStream };
+enum class EntryKind : uint8_t {
+  Launch,
+  Record,
+  Wait,
+  SyncStream,
+  SyncEvent,
+  SyncDevice,
+  Host,
+  Allocate,
+  Free,
+  RecordStream,
+  Postponed, // a launch that comes later; not in the trace
+};
 
 struct Entry {
   EntryKind kind;
@@ -32,7 +45,7 @@ struct Entry {
   SourceLine line{};
   Bytes bytes{}; // handed out, given back or recorded on a stream
   std::vector<int64_t> recordings{}; // that an allocation waited for, or that the reuse of a freed block must wait for
-  std::vector<AccessedBytes> accesses{}; // of a launch
+  std::vector<AccessedBytes> accesses{}; // of a launch or of the host
   int64_t launch = -1; // the entry of the launch that this is part of
   int64_t mark = -1; // tells it from others wherever it is moved to; launches have none
 };
@@ -113,6 +126,11 @@ class Repetition {
       const std::vector<TouchedStorage>& storages);
   // What it gave back, once it has returned. Memory that was handed out to a launch inside it is that launch's.
   void launch_returned(LaunchEntry launch, std::vector<AccessedBytes> accesses, const std::vector<TouchedStorage>& storages);
+  // Takes back a launch, so that others come before it, if all it does to this memory is to read it: its operation saves an
+  // argument, which it does before it enqueues anything.
+  bool postpone(LaunchEntry launch, const Bytes& saved);
+  // The launch comes now, and not when it was entered.
+  LaunchTicket launch_postponed(LaunchEntry launch);
   void launch_held(size_t hold, void* event);
   // With gates: what is enqueued on the stream from now on is behind more holds than these. What is there already must have
   // run before more of them are opened than these.
@@ -134,6 +152,18 @@ class Repetition {
   void stream_recorded(c10::DeviceIndex device, const void* pointer, StreamKey on);
   // Somebody else listens to the allocators of a thread: then accesses cannot be judged and are left out.
   void note_unseen_memory();
+
+  // A copy uses pinned memory of the host; an asynchronous one tells the pinned allocator of its stream.
+  void copy_uses(const c10::Storage& storage, std::optional<StreamKey> asynchronous_on);
+  // Whether a copy has used pinned memory. Takes no lock.
+  bool knows_host_memory() const {
+    return knows_host_memory_.load(std::memory_order_relaxed);
+  }
+  // Of what the host accesses, that which a copy has used.
+  std::vector<AccessedBytes> used_by_copies(std::vector<AccessedBytes> accesses);
+  // The host itself reads or writes such memory now.
+  void host_accesses(
+      const std::string* operation, const std::string* node, SourceLine line, std::vector<AccessedBytes> accesses);
 
   void mark_used(c10::DeviceIndex device);
   void synchronize_used_devices();
@@ -183,10 +213,13 @@ class Repetition {
   // The state of a hold, by whether it is pending now; that proves `proved`, unless the gates' time was up.
   static HoldState decide(bool pending, HoldState proved);
   // All of these expect the mutex to be held.
+  LaunchTicket enter_launch(Entry entry);
   void touch(const std::vector<TouchedStorage>& storages);
   Entry& append(Entry entry);
   int64_t record(StreamKey on);
   std::optional<FreedAtOnce> give_back(LiveBlock block, SourceLine line, bool traced);
+  // Enters what the host has given up. Later than it did, but before anybody uses the memory again.
+  void give_back_host_memory();
   void arrange();
 
   std::atomic<bool> running_{false};
@@ -205,7 +238,9 @@ class Repetition {
   int64_t recordings_made_ = 0;
   int64_t marks_ = 0;
   uint64_t number_ = 0; // of the repetition in this process
-  DeviceMemory memory_;
+  DeviceMemory memory_; // the host's as well, once a copy has used it
+  HostMemory host_memory_;
+  std::atomic<bool> knows_host_memory_{false};
   std::vector<Bytes> storages_; // that accesses are part of
   bool memory_is_seen_ = true;
   std::string error_;

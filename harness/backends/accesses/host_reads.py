@@ -17,10 +17,27 @@ METHODS = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")
 """``__array__`` and printing go through these or through operators."""
 
 
-def report_to(native: ModuleType) -> None:
-    """Make these methods of ``torch.Tensor`` report to the simulator's trace; outside a repetition they cost a call."""
-    for method in METHODS:
-        setattr(torch.Tensor, method, _reporting(native.trace_host_read, method, getattr(torch.Tensor, method)))
+def report_to(native: ModuleType) -> Callable[[], None]:
+    """Make these methods of ``torch.Tensor`` report to a native trace; outside a repetition they cost a call.
+
+    Args:
+        native: its ``trace_host_read(operation, tensor)`` receives each read.
+
+    Returns:
+        A function that restores the methods as they were.
+    """
+    saved = {method: (torch.Tensor.__dict__.get(method), getattr(torch.Tensor, method)) for method in METHODS}
+    for method, (_, read) in saved.items():
+        setattr(torch.Tensor, method, _reporting(native.trace_host_read, method, read))
+
+    def restore() -> None:
+        for method, (own, _) in saved.items():
+            if own is None:
+                delattr(torch.Tensor, method)  # it was inherited
+            else:
+                setattr(torch.Tensor, method, own)
+
+    return restore
 
 
 def _reporting(
