@@ -91,6 +91,14 @@ def test_accesses_have_the_block_of_the_copies(tap: Tap, simulator: ModuleType) 
     ]
 
 
+def test_pinned_memory_is_the_host_s_own(tap: Tap, simulator: ModuleType) -> None:
+    with observed_by_both(tap, simulator) as (memory, result, _):
+        memory.copy_(filled(SIZE, 3.0))
+    (handed_out,) = [entry for entry in result.of_kind("allocate") if entry[4] < 0]
+    assert handed_out[2:] == (0, 4 * SIZE, -1, 0, ())
+    assert [entry[0] for entry in result.entries][:2] == ["allocate", "launch"]
+
+
 def test_what_no_copy_uses_is_not_traced(tap: Tap, simulator: ModuleType) -> None:
     with observed_by_both(tap, simulator) as (memory, result, _):
         (torch.ones(SIZE).pin_memory() + torch.ones(SIZE)).tolist()

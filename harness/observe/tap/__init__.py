@@ -27,11 +27,13 @@ enters a stream or issues a wait has one, which hands on what it hears. So
 
 Pinned memory of the host is seen from the first copy of the repetition on that uses it: that copy and later ones, and
 what the host itself reads and writes of it (operators on CPU tensors, and ``harness/backends/accesses/host_reads.py``).
-Its allocator reports nothing, so a block that was given up is entered as freed when the next launch or access of the
-host is seen, and as handed out again when a copy uses it again, after the copies that the allocator waits for.
+Its allocator reports nothing, so a block is entered as handed out when a copy first uses it, after the copies of before
+that the allocator has waited for, and as freed when, after it was given up, the next launch or access of the host is
+seen.
 
 A hold is a spin kernel enqueued on the current stream right before the launch, and an event behind it: while the
-event is pending, so is the launch. On CUDA it can be a gate instead (``gates.h``): the stream waits for a word that the
+event is pending, so is the launch. Where the operation runs hooks that pack its arguments, the hold is enqueued before
+what they launch on that stream. On CUDA it can be a gate instead (``gates.h``): the stream waits for a word that the
 host writes when the body has been enqueued, or before the host itself waits for the held launch. Before a gate is
 opened, everything that is not behind a closed gate has to have run, as the tap knows it from the waits that it has
 seen. What goes around both guard and ``around_guard`` can wait for a gate unseen. So a watchdog, a native thread that

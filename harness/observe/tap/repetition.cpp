@@ -404,13 +404,10 @@ void Repetition::copy_uses(const c10::Storage& storage, std::optional<StreamKey>
   if (is_new) {
     knows_host_memory_ = true;
     storages_.push_back(bytes);
-    auto waited_for = memory_.hand_out(LiveBlock{bytes, kHost});
-    if (!waited_for.empty()) {
-      Entry entry{EntryKind::Allocate, kHost};
-      entry.bytes = bytes;
-      entry.recordings = std::move(waited_for);
-      append(std::move(entry));
-    }
+    Entry entry{EntryKind::Allocate, kHost};
+    entry.bytes = bytes;
+    entry.recordings = memory_.hand_out(LiveBlock{bytes, kHost});
+    append(std::move(entry));
   }
   if (asynchronous_on.has_value()) {
     memory_.block_at(kHost.device, bytes.start).add_user(*asynchronous_on);
