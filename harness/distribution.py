@@ -23,6 +23,7 @@ from harness.campaign.result import CaseResult
 from harness.campaign.store import RepetitionRecord, read_run
 from harness.judge.verdict import Verdict
 from harness.observe.synchronizations import Fault, SynchronizationId
+from harness.perturb.load.load import LoadReport
 from harness.perturb.plan import Plan
 from harness.report.outcome import outcome_of
 from harness.report.progress import Tail, Ticker, terminal_progress
@@ -322,7 +323,7 @@ class Controller:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """Take what the load of a worker achieved, and what went wrong there."""
         told = getattr(node, "workeroutput", {}).get("sidestream", {})
-        self._run.load_reports += told.get("loads", [])
+        self._run.load_reports += map(LoadReport.from_json, told.get("loads", []))
         self._run.failures += told.get("failures", [])
 
     def _take(self, node: Any, report: Report) -> Iterator[Report]:

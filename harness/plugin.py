@@ -6,6 +6,7 @@ Each case is collected once; its repetitions run inside one call. pytest-repeat 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -69,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _worker_run(config: pytest.Config) -> Run:
     given = distribution.WorkerInput.from_json(config.workerinput["sidestream"])  # type: ignore[attr-defined]
     given.apply_to_environment()
-    from harness.campaign.watchdog import die_with_parent
+    from harness.processes import die_with_parent
 
     die_with_parent()
     return Run(given.options, Path(given.directory), config.workerinput["workerid"])  # type: ignore[attr-defined]
@@ -323,7 +324,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     if run is not None:
         run.close()
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["sidestream"] = {"loads": run.load_reports, "failures": run.failures}
+            loads = [dataclasses.asdict(report) for report in run.load_reports]
+            session.config.workeroutput["sidestream"] = {"loads": loads, "failures": run.failures}
     result = yield
     if run is not None:
         controller = session.config.pluginmanager.getplugin("sidestream-controller")

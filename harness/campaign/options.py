@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from harness.observe.synchronizations import Fault
 from harness.perturb.hold import DEFAULT_KIND
+from harness.perturb.load import DEFAULT_MEMORY_MIB
 from harness.perturb.plan import Plan
 
 DEFAULT_LIMIT_S = 120.0
@@ -25,6 +26,9 @@ class Options:
     hold_ms: float | None = None
     """The length of a sleep that holds a launch, or None to measure it."""
     loads: tuple[str, ...] = field(default=())
+    """The dimensions of load, such as ``alloc:0.5``; see ``harness.perturb.load``."""
+    load_memory_mib: float = DEFAULT_MEMORY_MIB
+    """How much memory of the device the load may use."""
     limit_s: float = DEFAULT_LIMIT_S
     """How long a repetition may take before it is cut."""
     stop_at_first_race: bool = False

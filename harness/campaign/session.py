@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,10 @@ from harness.errors import UsageError
 from harness.observe.instrument import Instrument
 from harness.observe.streams import StreamNames
 from harness.perturb.hold import GATE_LIMIT_MS, HoldLength
+
+if TYPE_CHECKING:
+    from harness.perturb.load.load import LoadReport
+    from harness.perturb.load.loads import Loads
 
 _LOADED_TURN_S = 0.25
 
@@ -39,7 +43,7 @@ class Session:
         self._native = self._open_native(announce)
         self.instrument = Instrument(self._native, StreamNames())
         self._cycles_per_ms = 0.0
-        self._load: Any = None
+        self._load: Loads | None = None
         self._warm_up()
         if self.holds_by_gate:
             self._use_gates()
@@ -88,10 +92,17 @@ class Session:
         except RuntimeError as error:
             raise UsageError(f"--hold gate cannot be had here: {error}; use --hold sleep.") from error
 
-    def _start_load(self) -> Any:
-        from harness.perturb.load.compute import ComputeLoad
+    def _start_load(self) -> Loads:
+        from harness.perturb.load import parse_loads
+        from harness.perturb.load.loads import Loads
 
-        load = ComputeLoad(self.backend.device, self._native)
+        load = Loads(
+            parse_loads(",".join(self.options.loads)),
+            self.backend.device,
+            None if self.simulated else self._native,
+            seed=self.options.seed,
+            memory_mib=self.options.load_memory_mib,
+        )
         load.start()
         return load
 
@@ -141,9 +152,9 @@ class Session:
         """Whether an error has left the device unusable for the rest of the process (a sticky CUDA error)."""
         return not self.simulated and self.backend.is_sticky_error(error)  # type: ignore[attr-defined]
 
-    def load_report(self) -> dict[str, float] | None:
-        """What the load achieved, and what it achieves alone; None without a load."""
-        return None if self._load is None else self._load.report()
+    def load_reports(self) -> list[LoadReport]:
+        """What each dimension of the load achieved, and what it achieves alone."""
+        return [] if self._load is None else self._load.report()
 
     def close(self) -> None:
         """End the turn and stop the load."""

@@ -1,4 +1,4 @@
-"""Cuts a repetition that hangs, and lets no worker outlive its parent.
+"""Cuts a repetition that hangs.
 
 A hang in Python code, or in a call that a signal interrupts, is cut softly: an exception ends the repetition and the
 process goes on. A hang in native code, with or without the GIL, is cut hard: a native thread that needs no GIL writes
@@ -7,11 +7,8 @@ the stacks of all threads and ends the process.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +21,6 @@ REARM_INTERVAL_S = 1.0
 """The timers are set at most this often: starting the timer thread takes longer than a repetition may."""
 IDLE_S = 2.0
 """So long after the last repetition, at most, the timers are stopped if nobody called :meth:`Watchdog.rest`."""
-_PR_SET_PDEATHSIG = 1
 
 
 class RepetitionTimeout(BaseException):
@@ -183,17 +179,3 @@ class _Guard:
         if watchdog._was_cut:
             watchdog._was_cut = False
             watchdog.rest()
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that started it ends, whatever else it is doing; Linux only.
-
-    Args:
-        parent: process id of the parent, if known; this process is killed at once if it is another one's child by now.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    expected = os.getppid() if parent is None else parent
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != expected:  # it had died before the kernel knew
-        os.kill(os.getpid(), signal.SIGKILL)

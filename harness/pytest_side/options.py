@@ -12,6 +12,7 @@ from harness.campaign.options import DEFAULT_LIMIT_S, Options
 from harness.errors import UsageError
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.hold import DEFAULT_KIND, KINDS, require_kind
+from harness.perturb.load import DEFAULT_MEMORY_MIB, DIMENSIONS, parse_loads, parse_memory_mib, require_device
 from harness.perturb.plan import Plan
 
 _LONGEST_LIMIT_S = 1e7
@@ -39,7 +40,20 @@ def add_options(parser: pytest.Parser) -> None:
         default=None,
         help="length of a sleep that holds a launch (default: measured for each case)",
     )
-    group.addoption("--load", default=None, help="keep the device busy meanwhile: compute (default: no load)")
+    group.addoption(
+        "--load",
+        default=None,
+        metavar="DIMENSIONS",
+        help="keep the machine busy meanwhile (default: no load): "
+        + ", ".join(DIMENSIONS)
+        + "; several, each with its share of the time: compute,alloc:0.5; or mixed, each in turn",
+    )
+    group.addoption(
+        "--load-memory",
+        default=None,
+        metavar="SIZE",
+        help=f"memory of the device that the load may use, such as 2GiB (default: {DEFAULT_MEMORY_MIB / 1024:g}GiB)",
+    )
     group.addoption(
         "--twins",
         action="store_true",
@@ -108,9 +122,11 @@ def options_of(config: pytest.Config) -> Options:
     if option.hold_ms is not None and option.hold == "gate":
         raise UsageError("--hold-ms is the length of a sleep, and a gate is closed as long as it takes: leave it out.")
     from harness.backends import hardware_queues, module_loading, visible_devices
-    from harness.perturb.load import parse_loads, require_real_device
 
-    loads = tuple(parse_loads(option.load)) if option.load is not None else ()
+    loads = parse_loads(option.load) if option.load is not None else []
+    if option.load_memory is not None and not loads:
+        raise UsageError("--load-memory goes with --load, which is not given.")
+    memory_mib = DEFAULT_MEMORY_MIB if option.load_memory is None else parse_memory_mib(option.load_memory)
     hardware_queues.use_all(os.environ)
     if option.hold == "gate":
         module_loading.load_at_start(os.environ)
@@ -118,8 +134,7 @@ def options_of(config: pytest.Config) -> Options:
     from harness.backends.select import is_rocm, resolve
 
     device = resolve(option.device)
-    if loads:
-        require_real_device(device)
+    require_device(loads, device.partition(":")[0])
     if option.hold is not None:
         require_kind(option.hold, device, is_rocm=is_rocm())
     _check_twin_options(option)
@@ -133,7 +148,8 @@ def options_of(config: pytest.Config) -> Options:
         plan=Plan.parse(option.plan) if option.plan is not None else None,
         hold=option.hold or DEFAULT_KIND,
         hold_ms=option.hold_ms,
-        loads=loads,
+        loads=tuple(map(str, loads)),
+        load_memory_mib=memory_mib,
         limit_s=option.repetition_timeout,
         stop_at_first_race=option.maxfail == 1,
         fault=_fault(option),

@@ -65,6 +65,8 @@ def settle_exit_code(run: Run, status: int) -> int:
     """
     if status not in (ExitCode.CLEAN, ExitCode.RACE):
         return status
+    if any(not report.is_delivered for report in run.load_reports):
+        run.exit_codes.add(ExitCode.INCONCLUSIVE)
     for code in (ExitCode.RACE, ExitCode.USAGE, ExitCode.INFRASTRUCTURE, ExitCode.INCONCLUSIVE):
         if code in run.exit_codes:
             return int(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from harness.campaign.store import ResultWriter
     from harness.campaign.twins import TwinStudy
     from harness.campaign.watchdog import Watchdog
+    from harness.perturb.load.load import LoadReport
     from harness.report.progress import Progress
 
 
@@ -43,7 +45,7 @@ class Run:
     exit_codes: set[ExitCode] = field(default_factory=set)
     device: str = ""
     started: float = field(default_factory=time.monotonic)
-    load_reports: list[dict[str, float]] = field(default_factory=list)
+    load_reports: list[LoadReport] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """What went wrong beside the cases, a sentence each."""
     progress: Progress | None = None
@@ -105,9 +107,7 @@ class Run:
             # Its alarm would end the process once the interpreter has dropped the handler.
             self._watchdog.rest()
         if self._session is not None:
-            report = self._session.load_report()
-            if report is not None:
-                self.load_reports.append(report)
+            self._keep_load_reports(self._session.load_reports())
             self._session.close()
             self._session = None
         if self._writer is not None:
@@ -115,6 +115,17 @@ class Run:
             if self._writer.failure is not None:
                 self.failures.append(self._writer.failure)
             self._writer = None
+
+    def _keep_load_reports(self, reports: list[LoadReport]) -> None:
+        if not reports:
+            return
+        from harness.report.load import write_loads_json
+
+        self.load_reports += [dataclasses.replace(report, worker=self.worker) for report in reports]
+        try:
+            write_loads_json(self.directory / f"{self.worker}.load.json", self.load_reports)
+        except OSError as error:
+            self.failures.append(f"what the load achieved could not be written to {self.directory}: {error.strerror}.")
 
 
 RUN = pytest.StashKey[Run]()

@@ -13,6 +13,7 @@ from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
 from harness.observe.trace import Free, HostAccess, Launch, SourceLine, Trace
 from harness.perturb.hold import DEFAULT_KIND, GATE_LIMIT_MS
+from harness.perturb.load import DEFAULT_MEMORY_MIB
 
 NOT_FLAKY = (
     "A wrong value or an unordered access is never 'just flaky': it is a bug in PyTorch, in the driver or in this "
@@ -77,6 +78,8 @@ def replay_command(nodeid: str, repetition: Repetition, options: Options) -> str
         parts += ["--misdirect" if options.fault.misdirect else "--leave-out", str(options.fault.target)]
     if options.loads:
         parts += ["--load", ",".join(options.loads)]
+        if options.load_memory_mib != DEFAULT_MEMORY_MIB:
+            parts += ["--load-memory", f"{options.load_memory_mib:g}MiB"]
     return shlex.join(parts)
 
 

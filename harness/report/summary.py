@@ -14,6 +14,8 @@ from harness.campaign.options import Options
 from harness.campaign.result import CaseResult
 from harness.campaign.statistics import race_rate_bound
 from harness.judge.verdict import Verdict
+from harness.perturb.load.load import LoadReport
+from harness.report.load import load_sentences
 from harness.report.outcome import counted, outcome_of
 
 _LEAST_WIDTH = 140
@@ -24,7 +26,7 @@ def write_summary(
     reporter: pytest.TerminalReporter,
     results: Mapping[str, CaseResult],
     options: Options,
-    loads: Sequence[Mapping[str, float]],
+    loads: Sequence[LoadReport],
     elapsed_s: float,
 ) -> None:
     """Write one line a test function, or with ``-v`` one a case, and then what the whole run proved."""
@@ -109,7 +111,7 @@ def _times(least: int) -> str:
 
 
 def conclusions(
-    results: Sequence[CaseResult], options: Options, loads: Sequence[Mapping[str, float]], elapsed_s: float
+    results: Sequence[CaseResult], options: Options, loads: Sequence[LoadReport], elapsed_s: float
 ) -> list[str]:
     """The sentences below the table."""
     total = sum(result.repetitions for result in results)
@@ -134,13 +136,7 @@ def conclusions(
     if inconclusive:
         verb = "was" if inconclusive == 1 else "were"
         lines.append(f"{counted(inconclusive, 'repetition')} {verb} inconclusive: a hold did not take effect.")
-    for load in loads:
-        achieved, alone = load["achieved_flops"], load["alone_flops"]
-        lines.append(
-            f"Load compute: {achieved / 1e12:.1f} TFLOP/s beside the cases, {alone / 1e12:.1f} alone "
-            f"({achieved / alone if alone else 0:.0%})."
-        )
-    return lines
+    return lines + load_sentences(loads)
 
 
 def _seen_sentence(results: Sequence[CaseResult], noun: str) -> str:

@@ -547,5 +547,5 @@ def test_a_case_starts_with_the_hold_that_was_asked_for(given_ms, length, fixed)
     assert (hold.milliseconds, hold.fixed) == (length, fixed)
     hold.milliseconds = 400.0
     assert session.hold_length().milliseconds == length, "each case has its own"
-    assert session.load_report() is None
+    assert session.load_reports() == []
     session.close()

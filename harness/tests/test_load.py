@@ -1,52 +1,173 @@
-"""Load: its options, and its bookkeeping on a device that is not there (test_real_device.py has the real thing)."""
+"""Load: its options, the bookkeeping on a device that is not there, and that of the host for real.
+
+test_real_device.py has the loads of a device.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from harness.errors import InfrastructureError, UsageError
-from harness.perturb.load import DIMENSIONS, parse_loads
-from harness.perturb.load import compute as compute_module
-from harness.perturb.load.compute import ComputeLoad
+from harness.perturb.load import (
+    DIMENSIONS,
+    Wanted,
+    device_load,
+    dimensions_of,
+    loads,
+    nvml,
+    parse_loads,
+    parse_memory_mib,
+    require_device,
+)
+from harness.perturb.load.device_load import BACKLOG, DeviceLoad, Work, largest_that_fits
+from harness.perturb.load.host import HostLoad, process_count
+from harness.perturb.load.load import LoadReport, Meter
+from harness.perturb.load.loads import Loads
+from harness.perturb.load.mixed import Rotation, phases
+from harness.tests.suite_runner import SAFE, new_suite
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("text", ["compute", " compute ", "compute,compute", "compute,"])
-def test_dimensions_are_named_once_each(text: str) -> None:
-    assert parse_loads(text) == ["compute"]
+# Options.
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [("memory", "'memory' is unknown"), ("compute,gpu", "'gpu' is unknown"), ("", "names nothing")]
+    ("text", "wanted"),
+    [
+        ("compute", [Wanted("compute")]),
+        (" compute , memory,", [Wanted("compute"), Wanted("memory")]),
+        ("compute,alloc:0.5", [Wanted("compute"), Wanted("alloc", 0.5)]),
+        ("host:1", [Wanted("host")]),
+        ("mixed:.25", [Wanted("mixed", 0.25)]),
+    ],
 )
-def test_an_unknown_dimension_is_refused_naming_the_valid_ones(text: str, what: str) -> None:
-    with pytest.raises(UsageError, match=what) as caught:
+def test_dimensions_have_intensities(text: str, wanted: list[Wanted]) -> None:
+    assert parse_loads(text) == wanted
+    assert parse_loads(",".join(map(str, wanted))) == wanted, "as it is said in a replay line"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("coffee", "'coffee' is unknown"),
+        ("compute,gpu:0.5", "'gpu' is unknown"),
+        ("", "names nothing"),
+        (",", "names nothing"),
+        ("compute:0", "above 0 and up to 1"),
+        ("compute:1.5", "above 0 and up to 1"),
+        ("compute:", "above 0 and up to 1"),
+        ("compute:nan", "above 0 and up to 1"),
+        ("compute,compute", "compute is named twice"),
+        ("mixed,compute", "name it alone"),
+    ],
+)
+def test_what_is_no_load_is_refused(text: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
         parse_loads(text)
-    assert all(name in str(caught.value) for name in DIMENSIONS)
 
 
-def test_the_simulator_has_no_load() -> None:
-    with pytest.raises(UsageError, match="needs a real device: simulated time has nothing to compete for"):
-        # No device type of that name needs to exist for this.
-        ComputeLoad(_device("sim"))
+def test_an_unknown_dimension_is_refused_naming_the_valid_ones() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_loads("coffee")
+    assert all(name in str(caught.value) for name in [*DIMENSIONS, "mixed"])
 
 
-def test_other_devices_have_no_load_yet() -> None:
+@pytest.mark.parametrize(("text", "mib"), [("512MiB", 512.0), ("2GiB", 2048.0), ("0.5 GiB", 512.0), ("64", 64.0)])
+def test_memory_has_units(text: str, mib: float) -> None:
+    assert parse_memory_mib(text) == mib
+
+
+@pytest.mark.parametrize("text", ["", "much", "2GB", "-1MiB", "0", "0.5MiB", "nan"])
+def test_what_is_no_memory_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="write 512MiB or 2GiB"):
+        parse_memory_mib(text)
+
+
+@pytest.mark.parametrize("dimension", [name for name in DIMENSIONS if name != "host"])
+def test_the_simulator_has_the_load_of_the_host_alone(dimension: str) -> None:
+    with pytest.raises(UsageError, match=rf"--load {dimension} needs a real device: .* Use --load host"):
+        require_device([Wanted("host"), Wanted(dimension)], "sim")
+    require_device([Wanted("host")], "sim")
+    require_device([Wanted("mixed")], "sim")
+    assert dimensions_of([Wanted("mixed", 0.5)], "sim") == [Wanted("host", 0.5)]
+    assert dimensions_of([Wanted("mixed")], "cuda") == [Wanted(name) for name in DIMENSIONS]
+
+
+def test_other_devices_have_no_load_of_a_device_yet() -> None:
     with pytest.raises(UsageError, match="not on xpu"):
-        ComputeLoad(torch.device("xpu", 0))
+        Loads([Wanted("compute")], torch.device("xpu", 0))
 
 
-class _Device:
-    def __init__(self, type_: str) -> None:
-        self.type = type_
+def test_every_dimension_has_a_load_on_cuda() -> None:
+    for name in DIMENSIONS:
+        assert loads.make(Wanted(name), CUDA, 2.0**30, None).dimension == name
 
 
-def _device(type_: str) -> Any:
-    return _Device(type_)
+# The meter, and what it proves.
+
+
+def test_a_meter_counts_the_time_in_which_it_runs_alone() -> None:
+    meter = Meter()
+    assert meter.rate() is None, "it has not run"
+    meter.start()
+    meter.add(1.0)
+    time.sleep(0.1)
+    meter.stop()
+    rate = meter.rate()
+    assert rate is not None and 2.0 < rate <= 10.0
+    time.sleep(0.05)
+    assert meter.rate() == rate, "time after the stop does not count"
+    meter.forget()
+    assert meter.rate() is None
+
+
+def report(achieved: float | None, alone: float | None) -> LoadReport:
+    return LoadReport("compute", 1.0, "FLOP/s", achieved, alone, least_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("achieved", "alone", "delivered"),
+    [
+        (50.0, 100.0, True),
+        (120.0, 100.0, True),
+        (49.0, 100.0, False),
+        (None, 100.0, False),
+        (50.0, None, False),
+        (0.0, 0.0, False),
+    ],
+)
+def test_a_load_is_delivered_from_a_share_on(achieved: float | None, alone: float | None, delivered: bool) -> None:
+    assert report(achieved, alone).is_delivered is delivered
+
+
+def test_a_report_survives_json() -> None:
+    one = dataclasses.replace(report(1.0, None), worker="gw1", information="warm")
+    assert LoadReport.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
+
+
+@pytest.mark.parametrize(("memory", "count"), [(1e9, 64), (64.0 * 8, 64), (64.0 * 8 - 1, 32), (9.0, 1), (0.0, 1)])
+def test_a_buffer_keeps_to_its_memory(memory: float, count: int) -> None:
+    assert largest_that_fits(memory, 8, 64) == count
+
+
+# A load on a device that is not there.
 
 
 class FakeEvent:
@@ -56,16 +177,24 @@ class FakeEvent:
         time.sleep(0.001)
 
 
-class FakeWork:
-    """Batches of a million operations, on a device that is not there."""
+class FakeWork(Work):
+    """Batches of a million operations."""
 
-    def __init__(self, device: torch.device, breaks_after: int | None = None) -> None:
-        self.streams = [type("Stream", (), {"stream_id": number})() for number in (7, 8)]
-        self.batch_flop = 1e6
+    unit = "FLOP/s"
+    made: ClassVar[list[FakeWork]]
+    breaks_after: int | None = None
+
+    def __init__(self, device: torch.device, memory_bytes: float) -> None:
+        self.streams = [SimpleNamespace(stream_id=number) for number in (7, 8)]  # type: ignore[misc]
+        self.backlog = BACKLOG * len(self.streams)
+        self.amount = 1e6
         self.queued = 0
-        self.breaks_after = breaks_after
+        self.made.append(self)
 
-    def enqueue_batch(self) -> FakeEvent:
+    def time_ms(self, pieces: int) -> float:
+        return device_load.BATCH_MS
+
+    def enqueue(self, pieces: int) -> Any:
         self.queued += 1
         if self.breaks_after is not None and self.queued > self.breaks_after:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
@@ -81,82 +210,327 @@ class FakeNative:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    import contextlib
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWork]:
+    class Fake(FakeWork):
+        made: ClassVar[list[FakeWork]] = []
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(compute_module, "ALONE_S", 0.05)
-    monkeypatch.setattr(compute_module, "_Multiplications", FakeWork)
-    return monkeypatch
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(device_load, "_memory_of", lambda work: contextlib.nullcontext())
+    monkeypatch.setattr(loads, "ALONE_S", 0.1)
+    monkeypatch.setattr(nvml, "describe", lambda device: "cool")
+
+    def make(wanted: Wanted, device: torch.device, memory_bytes: float, native: Any) -> Any:
+        return DeviceLoad(wanted.dimension, Fake, device, intensity=wanted.intensity, native=native)
+
+    monkeypatch.setattr(loads, "make", make)
+    return Fake
+
+
+def rates(running: Loads) -> list[float]:
+    return [each.achieved or 0.0 for each in running.report()]
 
 
 @pytest.mark.usefixtures("fake")
 def test_it_runs_until_it_is_stopped_and_reports_what_it_achieved() -> None:
     native = FakeNative()
-    load = ComputeLoad(torch.device("cuda", 0), native)
-    assert load.report() == {"achieved_flops": 0.0, "alone_flops": 0.0}
-    load.start()
-    assert load.stream_ids == [7, 8]
-    ((thread, on),) = native.ignored
-    assert on and thread != threading.get_ident(), "its own thread is the one to ignore"
+    running = Loads([Wanted("compute"), Wanted("memory")], CUDA, native)
+    running.start()
+    assert running.stream_ids == [7, 8, 7, 8]
+    assert len(native.ignored) == 2
+    assert all(on and thread != threading.get_ident() for thread, on in native.ignored), "its own threads"
     time.sleep(0.1)
-    running = load.report()
+    reports = running.report()
     started = time.perf_counter()
-    load.stop()
+    running.stop()
     assert time.perf_counter() - started < 1.0
-    # A batch takes a millisecond and a bit.
-    for flops in (running["achieved_flops"], running["alone_flops"], load.report()["achieved_flops"]):
-        assert 1e7 < flops <= 1e9
-    stopped = load.report()
+    assert [each.dimension for each in reports] == ["compute", "memory"]
+    for each in reports:
+        # A batch takes a millisecond and a bit.
+        assert each.achieved is not None and 1e7 < each.achieved <= 1e9
+        assert each.alone is not None and 1e7 < each.alone <= 1e9
+        assert each.information == "cool"
+    stopped = rates(running)
     time.sleep(0.05)
-    assert load.report() == stopped, "time after the stop does not count"
+    assert rates(running) == stopped, "time after the stop does not count"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sidestream-load")]
+
+
+def test_its_queue_is_bounded(fake: type[FakeWork]) -> None:
+    waiting = threading.Event()
+
+    def enqueue(self: FakeWork, pieces: int) -> Any:
+        self.queued += 1
+        return SimpleNamespace(synchronize=waiting.wait)
+
+    fake.enqueue = enqueue  # type: ignore[method-assign]
+    load = DeviceLoad("compute", fake, CUDA)
+    load.start()
+    load.resume()
+    time.sleep(0.1)
+    assert fake.made[0].queued == BACKLOG * 2 + 1
+    waiting.set()
+    load.stop()
+
+
+def test_it_is_busy_for_its_share_of_the_time(fake: type[FakeWork]) -> None:
+    achieved = []
+    for intensity in (1.0, 0.2):
+        load = DeviceLoad("compute", fake, CUDA, intensity=intensity)
+        load.start()
+        load.resume()
+        time.sleep(0.3)
+        achieved.append(load.rate() or 0.0)
+        load.stop()
+    assert 0.05 < achieved[1] / achieved[0] < 0.5
+
+
+def test_it_rests_between_pause_and_resume(fake: type[FakeWork]) -> None:
+    with Loads([Wanted("compute")], CUDA) as running:
+        time.sleep(0.1)
+        running.pause()
+        queued, rate = fake.made[0].queued, rates(running)
+        time.sleep(0.1)
+        assert fake.made[0].queued == queued
+        assert rates(running) == rate, "and the time is not counted"
+        running.resume()
+        assert fake.made[0].queued > queued
 
 
 @pytest.mark.usefixtures("fake")
-def test_its_queue_is_bounded(fake: pytest.MonkeyPatch) -> None:
-    waiting = threading.Event()
-    works = []
-
-    class NeverDone(FakeWork):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            works.append(self)
-
-        def enqueue_batch(self) -> Any:
-            super().enqueue_batch()
-            return type("Event", (), {"synchronize": lambda self: waiting.wait()})()
-
-    fake.setattr(compute_module, "_Multiplications", NeverDone)
-    load = ComputeLoad(torch.device("cuda", 0))
-    starter = threading.Thread(target=load.start)
-    starter.start()
-    time.sleep(0.1)
-    assert works[0].queued == compute_module.BACKLOG * 2 + 1
-    waiting.set()
-    starter.join()
-    load.stop()
-
-
-def test_it_can_be_started_again_and_is_a_context_manager(fake: pytest.MonkeyPatch) -> None:
-    load = ComputeLoad(torch.device("cuda", 0))
+def test_it_can_be_started_again_and_is_a_context_manager() -> None:
+    running = Loads([Wanted("compute")], CUDA)
     for _ in range(2):
-        with load:
-            load.start()  # it runs already
+        with running:
+            running.start()  # it runs already
             assert [thread.name for thread in threading.enumerate()].count("sidestream-load-compute") == 1
         assert "sidestream-load-compute" not in [thread.name for thread in threading.enumerate()]
-    load.stop()  # it has stopped already
+    running.stop()  # it has stopped already
 
 
-def test_a_load_that_cannot_start_says_why(fake: pytest.MonkeyPatch) -> None:
-    fake.setattr(compute_module, "_Multiplications", lambda device: FakeWork(device, breaks_after=0))
-    with pytest.raises(InfrastructureError, match=r"cannot run: CUDA error: an illegal memory access was encountered$"):
-        ComputeLoad(torch.device("cuda", 0)).start()
+def test_a_load_that_cannot_start_says_why(fake: type[FakeWork]) -> None:
+    def refuse(self: Any, pieces: int) -> float:
+        raise RuntimeError("CUDA out of memory\nmore of it")
+
+    fake.time_ms = refuse  # type: ignore[method-assign]
+    running = Loads([Wanted("compute")], CUDA)
+    with pytest.raises(InfrastructureError, match=r"The load compute cannot run: RuntimeError: CUDA out of memory$"):
+        running.start()
 
 
-def test_a_load_that_breaks_off_says_so_when_it_is_stopped(fake: pytest.MonkeyPatch) -> None:
-    fake.setattr(compute_module, "_Multiplications", lambda device: FakeWork(device, breaks_after=200))
-    load = ComputeLoad(torch.device("cuda", 0))
-    load.start()
+def test_a_load_that_breaks_off_says_so_when_it_is_stopped(fake: type[FakeWork]) -> None:
+    fake.breaks_after = 300
+    running = Loads([Wanted("compute")], CUDA)
+    running.start()
+    time.sleep(0.8)
+    with pytest.raises(InfrastructureError, match="broke off: RuntimeError: CUDA error"):
+        running.stop()
+
+
+# In turn.
+
+
+def test_the_turns_of_mixed_are_decided_by_a_seed() -> None:
+    one, same, other = (list(itertools.islice(phases(3, seed), 200)) for seed in (1, 1, 2))
+    assert one == same != other
+    positions = [position for position, _ in one if position is not None]
+    assert all(set(positions[start : start + 3]) == {0, 1, 2} for start in range(0, len(positions) - 3, 3))
+    assert 20 < sum(position is None for position, _ in one) < 80
+    assert all(0.05 <= seconds <= 0.4 for _, seconds in one)
+
+
+class Noting:
+    """A load that takes note of when it runs."""
+
+    def __init__(self, name: str, running: set[str]) -> None:
+        self.name = name
+        self.running = running
+
+    def resume(self) -> None:
+        self.running.add(self.name)
+
+    def pause(self) -> None:
+        self.running.discard(self.name)
+
+
+def test_in_turn_one_load_runs_at_a_time_and_none_while_paused() -> None:
+    running: set[str] = set()
+    rotation = Rotation([Noting(name, running) for name in "abc"], seed=3)  # type: ignore[misc]
+    assert running == set(), "it starts paused"
+    rotation.resume()
+    seen: set[tuple[str, ...]] = set()
+    until = time.monotonic() + 20.0
+    while seen != {(), ("a",), ("b",), ("c",)} and time.monotonic() < until:
+        seen.add(tuple(running))
+        time.sleep(0.005)
+    rotation.pause()
+    assert running == set()
     time.sleep(0.5)
-    with pytest.raises(InfrastructureError, match="broke off: CUDA error"):
+    assert running == set()
+    rotation.stop()
+    assert seen == {(), ("a",), ("b",), ("c",)}
+
+
+@pytest.mark.usefixtures("fake")
+def test_mixed_measures_each_load_while_it_is_its_turn() -> None:
+    with Loads([Wanted("mixed")], CUDA) as running:
+        deadline = time.monotonic() + 30.0
+        while any(each.achieved is None for each in running.report()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.pause()
+        reports = running.report()
+    assert [each.dimension for each in reports] == list(DIMENSIONS)
+    assert all(each.is_delivered for each in reports)
+
+
+# The host.
+
+
+def children() -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
+    )
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "load.spin" in line]
+
+
+def test_the_load_of_the_host_keeps_the_cores_busy_and_ends() -> None:
+    load = HostLoad()
+    load.start()
+    try:
+        assert len(children()) == process_count()
+        time.sleep(0.2)
+        assert load.rate() is None, "it rests until it is resumed"
+        load.resume()
+        load.forget()
+        time.sleep(0.6)
+        busy = load.rate()
+        load.pause()
+        load.forget()
+        assert busy is not None and busy > 0.2
+        assert "sidestream-load-host" in [thread.name for thread in threading.enumerate()]
+    finally:
+        started = time.perf_counter()
         load.stop()
+    assert time.perf_counter() - started < 1.0
+    assert children() == []
+    assert "sidestream-load-host" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_workers_of_a_run_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    assert process_count() == 8
+    for workers, each in ((2, 4), (8, 1), (16, 1)):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+        assert process_count() == each
+
+
+PARENT = """
+import sys, time
+from harness.perturb.load.host import HostLoad
+load = HostLoad()
+load.start()
+if sys.argv[1] == "busy":
+    load.resume()
+print(*(process.pid for process in load._processes), flush=True)
+time.sleep(600)
+"""
+
+
+def is_gone(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not covered: needs Linux")
+@pytest.mark.parametrize("state", ["busy", "resting"])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_its_processes_die_with_their_parent(state: str, signal_number: signal.Signals) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, state],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    processes = [int(word) for word in parent.stdout.readline().split()]
+    assert len(processes) == process_count() and not any(map(is_gone, processes))
+    parent.send_signal(signal_number)
+    parent.wait()
+    deadline = time.monotonic() + 1.0
+    while not all(map(is_gone, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    parent.stdout.close()
+    assert all(map(is_gone, processes))
+
+
+# A whole run.
+
+
+def test_a_run_under_load_says_what_the_load_achieved(tmp_path: Path) -> None:
+    suite = new_suite(tmp_path, SAFE)
+    results = tmp_path / "results"
+    ran = suite.run("--load", "host:0.5", "--count", "300", "--results", str(results))
+    assert ran.code == 0, ran.output
+    assert "load: host:0.5" in ran.output
+    assert "Load host:0.5: " in ran.output and " cores beside the cases, " in ran.output
+    (stored,) = json.loads((results / "main.load.json").read_text())
+    one = LoadReport.from_json(stored)
+    assert (one.dimension, one.intensity, one.worker) == ("host", 0.5, "main")
+    assert one.is_delivered
+    header = json.loads((results / "main.jsonl").read_text().splitlines()[0])["header"]
+    assert header["loads"] == ["host:0.5"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_load_that_was_not_delivered_makes_the_run_inconclusive(tmp_path: Path, workers: int) -> None:
+    suite = new_suite(tmp_path, SAFE)
+    # Once it has been measured alone it stops, and the time goes on.
+    (tmp_path / "conftest.py").write_text(
+        """
+pytest_plugins = ["harness.plugin"]
+from harness.perturb.load.loads import Loads
+start = Loads.start
+def starve(self):
+    start(self)
+    self.pause()
+    self._loads[0]._meter.start()
+Loads.start = starve
+"""
+    )
+    ran = suite.run("--load", "host", "--count", "100", *(["-n", str(workers)] if workers else []))
+    assert ran.code == 6, ran.output
+    assert "The load host was not delivered, which takes 25% of what it achieves alone" in ran.output
+
+
+# What the GPU says of itself.
+
+
+def test_without_nvml_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.describe(CUDA) == ""
+
+
+def test_with_nvml_clock_power_and_temperature_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(
+        NVMLError=RuntimeError,
+        NVML_CLOCK_SM=1,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetClockInfo=lambda handle, kind: 1980,
+        nvmlDeviceGetPowerUsage=lambda handle: 640_400,
+        nvmlDeviceGetTemperature=lambda handle, kind: 61,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    assert nvml.describe(CUDA) == "1,980 MHz, 640 W, 61 °C"
+
+    def fail(handle: object) -> None:
+        raise RuntimeError("not supported")
+
+    fake.nvmlDeviceGetPowerUsage = fail
+    assert nvml.describe(CUDA) == ""

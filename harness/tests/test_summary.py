@@ -14,6 +14,7 @@ from harness.campaign.options import Options
 from harness.campaign.result import CaseResult
 from harness.campaign.store import RepetitionRecord, ResultWriter
 from harness.judge.verdict import Verdict
+from harness.perturb.load.load import LoadReport
 from harness.perturb.plan import LaunchId, Plan
 from harness.report import progress as progress_module
 from harness.report.progress import Progress, Tail, Ticker
@@ -135,10 +136,25 @@ def test_inconclusive_repetitions_are_admitted():
 
 
 def test_each_load_says_what_it_achieved():
-    loads = [{"achieved_flops": 45.04e12, "alone_flops": 50e12}, {"achieved_flops": 0.0, "alone_flops": 0.0}]
-    assert sentences(case(), options=GPU, loads=loads)[-2:] == [
-        "Load compute: 45.0 TFLOP/s beside the cases, 50.0 alone (90%).",
-        "Load compute: 0.0 TFLOP/s beside the cases, 0.0 alone (0%).",
+    loads = [
+        LoadReport("compute", 1.0, "FLOP/s", 45.04e12, 50e12, 0.5, worker="gw0", information="1,980 MHz"),
+        LoadReport("compute", 1.0, "FLOP/s", 40e12, 50e12, 0.5, worker="gw1"),
+        LoadReport("alloc", 0.5, "allocations/s", 212_000.4, 250_000.0, 0.5, worker="gw0"),
+        LoadReport("host", 1.0, "cores", 1.5, 2.0, 0.25, worker="gw0"),
+        LoadReport("h2d", 1.0, "B/s", 512.0, 51.2e9, 0.5, worker="gw0"),
+        LoadReport("d2h", 1.0, "B/s", None, 51.2e9, 0.5, worker="gw0"),
+    ]
+    assert sentences(case(), options=GPU, loads=loads)[-8:] == [
+        "Load compute: 40.0 TFLOP/s beside the cases, 50.0 TFLOP/s alone (80%) in gw1, the least of 2 processes.",
+        "Load alloc:0.5: 212,000 allocations/s beside the cases, 250,000 allocations/s alone (85%).",
+        "Load host: 1.50 cores beside the cases, 2.00 cores alone (75%).",
+        "Load h2d: 512.0 B/s beside the cases, 51.2 GB/s alone (0%).",
+        "Load d2h: ran too briefly to tell what it achieved, so give it more repetitions.",
+        "The GPU under load, at the end: 1,980 MHz.",
+        "The load h2d was not delivered, which takes 50% of what it achieves alone: this run proves nothing about "
+        "cases under that load.",
+        "The load d2h was not delivered, which takes 50% of what it achieves alone: this run proves nothing about "
+        "cases under that load.",
     ]
 
 

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness.campaign import watchdog as module
-from harness.campaign.watchdog import RepetitionTimeout, Watchdog, die_with_parent
+from harness.campaign.watchdog import RepetitionTimeout, Watchdog
+from harness.processes import die_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -262,7 +263,7 @@ child.wait()
 
 CHILD = """
 import time
-from harness.campaign.watchdog import die_with_parent
+from harness.processes import die_with_parent
 die_with_parent()
 print("ready", flush=True)
 time.sleep(600)
@@ -297,7 +298,7 @@ def test_a_child_dies_with_its_parent() -> None:
 
 @linux_only
 def test_a_child_whose_parent_is_dead_already_dies_at_once() -> None:
-    child = start("from harness.campaign.watchdog import die_with_parent\ndie_with_parent(1 << 30)\nprint('alive')\n")
+    child = start("from harness.processes import die_with_parent\ndie_with_parent(1 << 30)\nprint('alive')\n")
     assert child.communicate(timeout=30)[0] == ""
     assert child.returncode == -signal.SIGKILL
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
-from harness.campaign.watchdog import Watchdog, die_with_parent
+from harness.campaign.watchdog import Watchdog
 from harness.exit_codes import ExitCode
 from harness.observe.instrument import Recording
 from harness.observe.synchronizations import SynchronizationId
+from harness.processes import die_with_parent
 from harness.upstream.observer import Observer, issued
 from harness.upstream.runs import (
     ALONE,
