@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from harness.perturb.hold import require_kind
 from harness.tests.simulator_support import filled, preparing, registered, repetition, streams
 
 LIMIT_MS = 5000.0
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHORT_LIMIT_MS = 5.0
 """Less than the simulator's patience with who asks again and again."""
 
@@ -272,6 +275,90 @@ def test_many_gates_are_there_when_a_repetition_begins(tap: Any, driver: Driver)
         assert not any(gate.is_open() for gate in driver.gates)
     assert len({gate.address for gate in driver.gates}) == count
     assert all(gate.is_open() for gate in driver.gates)
+
+
+# The driver itself, in the place of which a library stands that only takes notes.
+
+FAKE_DRIVER = """
+extern "C" {
+int waits = 0, answer = 0;
+void* stream = nullptr;
+unsigned long long address = 0;
+unsigned int value = 0, flags = 99;
+int cuStreamWaitValue32_v2(void* on, unsigned long long at, unsigned int until, unsigned int how) {
+  ++waits;
+  stream = on, address = at, value = until, flags = how;
+  return answer;
+}
+int cuStreamWaitValue32(void*, unsigned long long, unsigned int, unsigned int) {
+  return 1;
+}
+}
+"""
+FAKE_RUNTIME = """
+#include <cstdlib>
+extern "C" {
+unsigned int allocated_with = 0;
+int cudaHostAlloc(void** pointer, size_t size, unsigned int flags) {
+  allocated_with = flags;
+  *pointer = std::malloc(size);
+  return 0;
+}
+int cudaHostGetDevicePointer(void** device, void* host, unsigned int) {
+  *device = static_cast<char*>(host) + (1ull << 40);
+  return 0;
+}
+int cudaMemsetAsync(void*, int, size_t, void*) { return 0; }
+void* _ZNK3c104cuda10CUDAStream6streamEv(const void*) { return reinterpret_cast<void*>(0x1234); }
+}
+"""
+USE_FAKES = """
+import ctypes, sys
+driver, runtime = (ctypes.CDLL(path) for path in sys.argv[1:])
+import torch
+from harness.observe import tap as tap_package
+from harness.tests.simulator_support import filled, registered, repetition, streams
+
+def noted(name, kind=ctypes.c_uint32, library=driver):
+    return kind.in_dll(library, name).value
+
+registered()
+tap = tap_package.install("sim")
+tap.use_gates(1000.0)
+word = ctypes.c_uint32.from_address(noted("address", ctypes.c_uint64) - (1 << 40))
+assert (noted("waits"), noted("flags"), noted("allocated_with", library=runtime)) == (1, 0, 3)
+assert word.value == noted("value"), "it was tried on an open gate"
+(stream,) = streams(1)
+with repetition(tap, [(stream, 0)]), stream:
+    filled(4, 1.0)
+    assert (noted("waits"), noted("flags"), noted("stream", ctypes.c_uint64)) == (2, 0, 0x1234)
+    assert word.value + 1 == noted("value"), "closed"
+assert word.value == noted("value"), "open"
+for answer in (801, 1):
+    ctypes.c_int.in_dll(driver, "answer").value = answer
+    try:
+        tap.use_gates(1000.0)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_the_driver_is_asked_to_wait_for_a_word_that_the_device_reaches(tmp_path: Path) -> None:
+    libraries = []
+    for name, source in (("libcuda.so.1", FAKE_DRIVER), ("libc10_cuda.so", FAKE_RUNTIME)):
+        (tmp_path / f"{name}.cpp").write_text(source)
+        library = str(tmp_path / name)
+        compiler = [os.environ.get("CXX") or "c++", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", library]
+        subprocess.run([*compiler, f"{library}.cpp"], check=True)
+        libraries.append(library)
+    done = subprocess.run(
+        [sys.executable, "-c", USE_FAKES, *libraries], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "cuStreamWaitValue32 is not supported by this device or driver",
+        "cuStreamWaitValue32 failed with error 1",
+    ]
 
 
 # Where there are none.

@@ -23,7 +23,7 @@ void set_hold_cycles(int64_t cycles);
 // A function of a library that torch has loaded, or of one that this depends on; null if it is not there.
 void* find_in(const char* library, const char* symbol);
 
-// The runtime's own handle of a stream, where it can be had: `find_fill` looks for it.
+// The runtime's own handle of a stream, where `find_fill` has found how to get it.
 bool has_native_streams();
 void* native_stream(const c10::Stream& stream);
 

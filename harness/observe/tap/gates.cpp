@@ -70,7 +70,7 @@ void Gates::find_driver() {
   if (found.wait_value == nullptr) {
     throw std::runtime_error("the CUDA driver has no cuStreamWaitValue32");
   }
-  if (found.allocate_host == nullptr || found.device_pointer == nullptr || !has_native_streams()) {
+  if (found.allocate_host == nullptr || found.device_pointer == nullptr || !(has_native_streams() || find_fill())) {
     throw std::runtime_error("this build of torch exports neither the CUDA runtime nor its streams");
   }
   driver = found;
