@@ -297,6 +297,27 @@ def test_it_rests_between_pause_and_resume(fake: type[FakeWork]) -> None:
         assert fake.made[0].queued > queued
 
 
+def test_a_pause_waits_for_the_queue_even_if_the_load_began_to_rest_late(
+    fake: type[FakeWork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = DeviceLoad("compute", fake, CUDA)
+    begin_to_rest = load._resting.set
+
+    def late() -> None:
+        time.sleep(0.05)
+        begin_to_rest()
+
+    monkeypatch.setattr(load._resting, "set", late)
+    load.start()
+    load.resume()
+    assert not load._resting.is_set(), "a pause would return at once"
+    load.pause()
+    queued = fake.made[0].queued
+    time.sleep(0.05)
+    assert fake.made[0].queued == queued
+    load.stop()
+
+
 @pytest.mark.usefixtures("fake")
 def test_it_can_be_started_again_and_is_a_context_manager() -> None:
     running = Loads([Wanted("compute")], CUDA)

@@ -182,7 +182,6 @@ class DeviceLoad:
 
     def resume(self) -> None:
         """See :class:`Load`."""
-        self._resting.clear()
         self._busy.clear()
         self._wanted.set()
         self._busy.wait(STOP_TIMEOUT_S)
@@ -234,6 +233,8 @@ class DeviceLoad:
                     return
                 self._resting.set()
                 self._wanted.wait()
+                # Here, before it is busy: its first rest may begin only after whoever started it has resumed it.
+                self._resting.clear()
                 self._meter.start()
                 continue
             began = time.perf_counter()
