@@ -19,8 +19,10 @@ import pytest
 
 from harness.backends import visible_devices
 from harness.campaign.options import Options
+from harness.campaign.reader import read_run
 from harness.campaign.result import CaseResult
-from harness.campaign.store import RepetitionRecord, read_run
+from harness.campaign.resume import Earlier
+from harness.campaign.store import RepetitionRecord
 from harness.judge.verdict import Verdict
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.load.load import LoadReport
@@ -367,10 +369,14 @@ class Controller:
                 self._forward(merged.node, merged)
 
     def _recover(self, worker: str, nodeid: str, position: int, slices: int) -> CaseResult:
-        result = CaseResult(nodeid)
+        session = self._run.options.session
+        # The first slice counts what earlier sessions have left, whoever ran it.
+        earlier = position == 0 and self._run.options.resume
+        result = Earlier.read(self._run.directory, session).result(nodeid) if earlier else CaseResult(nodeid)
         run = read_run(self._run.directory)
         for record in run:
-            if (record.worker, record.nodeid) == (worker, nodeid) and record.repetition % slices == position:
+            here = (record.session, record.worker, record.nodeid) == (session, worker, nodeid)
+            if here and record.repetition % slices == position:
                 result.add(record)
         stacks = stacks_path(self._run.directory, worker)
         hung = stacks.exists() and stacks.stat().st_size > 0

@@ -21,10 +21,10 @@ import harness
 from harness import distribution
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
-from harness.pytest_side.options import add_options, options_of
+from harness.pytest_side.options import LAST_RUN, add_options, options_of
 from harness.pytest_side.repetitions import repetition_count, run_case
 from harness.pytest_side.reporting import Recorder, settle_exit_code, shown, write_terminal_summary
-from harness.pytest_side.run import RESULT, RUN, STUDY, Run, announce, describe
+from harness.pytest_side.run import RESULT, RUN, STUDY, Run, announce, describe, header
 
 if TYPE_CHECKING:
     from harness.campaign.lab import Lab
@@ -109,14 +109,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         _refuse_hiding_settings(run)
         from harness.backends.select import open_backend
-        from harness.campaign.store import new_run_directory, use_run_directory
+        from harness.campaign import environment
 
-        run.device = describe(open_backend(run.options.device, announce))
-        chosen = config.option.results
-        run.directory = use_run_directory(Path(chosen)) if chosen else new_run_directory(config.rootpath)
+        backend = open_backend(run.options.device, announce)
+        run.device = describe(backend)
+        run.directory = _directory(config, run)
+        run.writer().say({"environment": environment.fingerprint(backend.describe(), config.rootpath)})
         run.started = time.monotonic()
     except SidestreamError as error:
         raise _as_pytest_error(error) from None
+
+
+def _directory(config: pytest.Config, run: Run) -> Path:
+    from harness.campaign import resume, run_directory
+
+    given, chosen = config.option.resume, config.option.results
+    if given is not None:
+        last = run_directory.last_run_directory(config.rootpath) if given == LAST_RUN else Path(given)
+        directory = run_directory.resumed_run_directory(last)
+        resume.require_same_settings(directory, header(run))
+        return directory
+    return run_directory.use_run_directory(Path(chosen)) if chosen else run_directory.new_run_directory(config.rootpath)
 
 
 def _refuse_hiding_settings(run: Run) -> None:

@@ -10,7 +10,7 @@ from harness.campaign.lab import Lab
 from harness.campaign.repetition import Repetition, run_repetition
 from harness.campaign.result import CaseResult
 from harness.campaign.session import Session
-from harness.campaign.store import RepetitionRecord, ResultWriter
+from harness.campaign.store import CaseDefinition, RepetitionRecord, ResultWriter
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
 from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.exit_codes import ExitCode
@@ -235,6 +235,9 @@ class Case:
         result.launches = len(order)
         result.oracles = discovery.oracles
         result.cycle_length = cycle_length(len(order)) if options.plan is None else 0
+        writer.define(
+            CaseDefinition(self.nodeid, len(order), result.cycle_length, result.oracles, result.control, result.defect)
+        )
         for number in numbers(result.cycle_length or 1):
             plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)
             self._running = number, plan

@@ -32,6 +32,10 @@ class Options:
     limit_s: float = DEFAULT_LIMIT_S
     """How long a repetition may take before it is cut."""
     stop_at_first_race: bool = False
+    session: str = ""
+    """Which session of the run this is; a run that is resumed has several."""
+    resume: bool = False
+    """Whether the repetitions that the run's folder has are not to be run again."""
     turns: str | None = None
     """The file by which workers on one GPU take turns, or None where none share one."""
     fault: Fault | None = None

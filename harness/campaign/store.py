@@ -1,49 +1,87 @@
 """The results of a run on disk: append-only JSON lines, one file a process, in the directory of the run.
 
-``<worker>.jsonl`` starts with a header line, ``{"header": {...}}``, and then holds one line a repetition, with these
-keys (those with their default value are left out):
-
-====== ======================================== =======
-key    meaning                                  default
-====== ======================================== =======
-``n``  node id of the case
-``r``  which repetition, from 0
-``p``  the plan, as ``str(plan)``
-``v``  the verdict
-``us`` duration in microseconds
-``a``  1 if the plan was aimed at a known race  0
-``c``  1 if the case is a control or a defect   0
-``d``  1 if the case is a defect of PyTorch     0
-``by`` the oracles that found something         []
-``h``  the states of the holds                  ""
-``m``  the message of a repetition that did not ""
-       pass
-====== ======================================== =======
-
-A line is written by a single ``write`` to a descriptor in append mode, so a crash loses at most the repetition in
-flight. ``<worker>.now`` says which one that is; it is overwritten in place and empty (blank) between repetitions.
+``docs/results.md`` describes the files; ``harness/campaign/reader.py`` reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-import shutil
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UsageError
-
-KEPT_RUNS = 20
+SCHEMA = 2
+"""The version of the files. A reader refuses files of a newer one."""
 _BLOCK_BYTES = 512
 """The file of the repetition in flight grows by this and never shrinks: overwriting it leaves nothing behind."""
+_REPETITIONS_A_DEFINITION = 200
+"""How often a case is defined again, so that no damaged line takes more than these with it."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+PASS = "pass"
+"""The verdict that is left out."""
+
+
+def usual_holds(plan: str) -> str:
+    """The states of the holds of a plan that are left out: every launch was still pending."""
+    return "" if plan == "baseline" else ",".join(["pending"] * (1 + plan.count(",")))
+
+
+def case_key(nodeid: str) -> str:
+    """The short name of a case in the files: the same in every process, run and machine."""
+    return hashlib.sha256(nodeid.encode()).hexdigest()[:8]
+
+
+@dataclass(slots=True)
+class CaseDefinition:
+    """What a result file says once of all repetitions of a case."""
+
+    nodeid: str
+    launches: int = 0
+    """How many launches the body has; 0 where that is not known."""
+    cycle_length: int = 0
+    """How many plans a cycle has; 0 where one plan was given for all repetitions."""
+    oracles: int = 1
+    """How many oracles judge."""
+    control: str | None = None
+    """For a control, the sentence of the contract that makes it unsafe; for a defect, the file that describes it."""
+    defect: bool = False
+    """Whether it is a registered defect of PyTorch."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its line; what is unknown or false is left out."""
+        line = {
+            "case": case_key(self.nodeid),
+            "n": self.nodeid,
+            "launches": self.launches,
+            "cycle": self.cycle_length,
+            "oracles": self.oracles,
+            "control": self.control,
+            "defect": int(self.defect),
+        }
+        return {key: value for key, value in line.items() if value or (key == "control" and value is not None)}
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> CaseDefinition:
+        """The definition that ``to_json`` made the line of.
+
+        Raises:
+            KeyError, TypeError: it is no such line.
+        """
+        control = line.get("control")
+        return cls(
+            str(line["n"]),
+            int(line.get("launches", 0)),
+            int(line.get("cycle", 0)),
+            int(line.get("oracles", 1)),
+            None if control is None else str(control),
+            bool(line.get("defect", 0)),
+        )
 
 
 @dataclass(slots=True)
@@ -62,12 +100,25 @@ class RepetitionRecord:
     """The state of each hold of the plan, separated by commas."""
     message: str = ""
     """Why it did not pass."""
+    adaptive: bool = False
+    """Whether it was added where the evidence was thin, so that it is no part of a sample of fixed size."""
+    fresh: bool = False
+    """Whether its body was the first thing that its process ran on the device."""
     control: bool = False
     """Whether the case is a control, so that its races are what it is for; also a registered defect is one."""
     defect: bool = False
     """Whether it is a registered defect of PyTorch."""
     worker: str = ""
     """Which process ran it; set when a run is read, from the name of the file."""
+    session: str = ""
+    """Which session of the run; set when it is read."""
+    load: str = ""
+    """The load beside it, as ``--load`` names it; set when it is read."""
+
+    @property
+    def id(self) -> str:
+        """What names it in its run: ``python -m harness replay`` takes it."""
+        return f"{case_key(self.nodeid)}-{self.repetition}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +156,8 @@ class ResultWriter:
         self._torn = False
         self._size = 0
         self._is_flying = False
+        self._definition = CaseDefinition("")
+        self._since_definition = 0
         try:
             self._results = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._now = os.open(directory / f"{worker}.now", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -113,32 +166,45 @@ class ResultWriter:
             self._torn = os.fstat(self._results).st_size > 0
         except OSError as error:
             self._fail("results", error)
-        self._append(_encode({"header": header}))
+        self._append(_encode({"header": {"schema": SCHEMA, **header}}))
+
+    def define(self, definition: CaseDefinition) -> None:
+        """Say what holds for all repetitions of a case, before the first of them."""
+        self._definition = definition
+        self._since_definition = 0
+        self._append(_encode(definition.to_json()))
 
     def write(self, record: RepetitionRecord) -> None:
         """Append one repetition."""
+        if record.nodeid != self._definition.nodeid:
+            self.define(CaseDefinition(record.nodeid, control="" if record.control else None, defect=record.defect))
+        elif self._since_definition >= _REPETITIONS_A_DEFINITION:
+            self.define(self._definition)
+        self._since_definition += 1
         line: dict[str, Any] = {
-            "n": record.nodeid,
+            "k": case_key(record.nodeid),
             "r": record.repetition,
             "p": record.plan,
-            "v": record.verdict,
             "us": round(record.duration_us),
         }
-        if record.aimed:
-            line["a"] = 1
-        if record.control:
-            line["c"] = 1
-        if record.defect:
-            line["d"] = 1
-        if record.raced_by:
-            line["by"] = record.raced_by
-        if record.holds:
-            line["h"] = record.holds
-        if record.message:
-            line["m"] = record.message
+        for key, value, default in (
+            ("v", record.verdict, PASS),
+            ("a", int(record.aimed), 0),
+            ("x", int(record.adaptive), 0),
+            ("f", int(record.fresh), 0),
+            ("by", record.raced_by, []),
+            ("h", record.holds, usual_holds(record.plan)),
+            ("m", record.message, ""),
+        ):
+            if value != default:
+                line[key] = value
         self.records += 1
         if not self._append(_encode(line)):
             self.lost += 1
+
+    def say(self, line: dict[str, Any]) -> None:
+        """Append a line that is no repetition: the environment of the run."""
+        self._append(_encode(line))
 
     def in_flight(self, nodeid: str, repetition: int, plan: str) -> None:
         """Say which repetition runs now, for whoever finds this process dead."""
@@ -196,180 +262,3 @@ class ResultWriter:
                 f"{what} could not be written to {self._path.parent} ({error.strerror or error}): the counts of this "
                 "run are complete, the files there are not."
             )
-
-
-class Run:
-    """The results in one directory, read as they are asked for.
-
-    Iterating gives every readable record, file by file; ``headers``, ``in_flight`` and ``problems`` first read to the
-    end where that has not happened yet.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._headers: dict[str, dict[str, Any]] = {}
-        self._in_flight: list[InFlight] = []
-        self._problems: list[str] = []
-        self._is_read = False
-
-    def __iter__(self) -> Iterator[RepetitionRecord]:
-        headers: dict[str, dict[str, Any]] = {}
-        in_flight: list[InFlight] = []
-        problems: list[str] = []
-        for path in sorted(self.directory.glob("*.jsonl")):
-            worker = path.stem
-            last: RepetitionRecord | None = None
-            corrupt = 0
-            truncated = False
-            try:
-                with path.open("rb") as lines:
-                    for raw in lines:
-                        if not raw.strip():
-                            continue
-                        try:
-                            line = json.loads(raw)
-                            if "header" in line:
-                                headers[worker] = dict(line["header"])
-                                continue
-                            last = _record(line, worker)
-                        except (ValueError, KeyError, TypeError):
-                            if raw.endswith(b"\n"):
-                                corrupt += 1
-                            else:
-                                truncated = True
-                            continue
-                        yield last
-            except OSError as error:
-                problems.append(f"{path} could not be read to its end ({error.strerror or error}).")
-            problems += _describe_damage(path, corrupt, truncated)
-            flying = _read_in_flight(path.with_suffix(".now"), worker)
-            if flying and (last is None or (last.nodeid, last.repetition) != (flying.nodeid, flying.repetition)):
-                in_flight.append(flying)
-        self._headers, self._in_flight, self._problems, self._is_read = headers, in_flight, problems, True
-
-    @property
-    def headers(self) -> dict[str, dict[str, Any]]:
-        """The header of each worker."""
-        self._read()
-        return self._headers
-
-    @property
-    def in_flight(self) -> list[InFlight]:
-        """The repetitions that were running when their process died (or that are running now)."""
-        self._read()
-        return self._in_flight
-
-    @property
-    def problems(self) -> list[str]:
-        """What could not be read, one sentence a file."""
-        self._read()
-        return self._problems
-
-    def _read(self) -> None:
-        if not self._is_read:
-            for _ in self:
-                pass
-
-
-def read_run(directory: Path) -> Run:
-    """The results of a run, whatever state its processes left them in.
-
-    Raises:
-        UsageError: there is no such directory.
-    """
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is no run directory: there is no such folder.")
-    return Run(directory)
-
-
-def new_run_directory(root: Path) -> Path:
-    """Make ``root/.sidestream/runs/<UTC time>-<process id>`` and delete all but the runs written to last.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
-    home = root / ".sidestream"
-    runs = home / "runs"
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        ignore = home / ".gitignore"
-        if not ignore.exists():
-            ignore.write_text("*\n")
-        while True:
-            directory = runs / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
-            try:
-                directory.mkdir()
-                break
-            except FileExistsError:
-                time.sleep(1e-5)
-    except OSError as error:
-        raise UsageError(
-            f"results cannot be written under {home} ({error.strerror or error}): make it writable, or run from a "
-            "folder that is."
-        ) from error
-    _prune(runs, directory)
-    return directory
-
-
-def use_run_directory(directory: Path) -> Path:
-    """Make a directory that the user chose for one run; nothing in it is ever deleted.
-
-    Raises:
-        UsageError: it cannot be made, or holds the results of another run.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        taken = next(directory.glob("*.jsonl"), None)
-    except OSError as error:
-        raise UsageError(
-            f"results cannot be written to {directory} ({error.strerror or error}): choose another directory."
-        ) from error
-    if taken is not None:
-        raise UsageError(f"{directory} holds the results of another run ({taken.name}): choose a new directory.")
-    return directory
-
-
-def _prune(runs: Path, newest: Path) -> None:
-    """Keeps the runs that were written to last, so that a long run survives many short ones that start after it."""
-    ages = []
-    with contextlib.suppress(OSError):
-        for run in runs.iterdir():
-            if run != newest and run.is_dir() and not run.is_symlink():
-                with contextlib.suppress(OSError):
-                    ages.append((max(path.stat().st_mtime for path in (run, *run.iterdir())), run))
-    for _, run in sorted(ages, reverse=True)[KEPT_RUNS - 1 :]:
-        shutil.rmtree(run, ignore_errors=True)
-
-
-def _record(line: dict[str, Any], worker: str) -> RepetitionRecord:
-    return RepetitionRecord(
-        nodeid=line["n"],
-        repetition=line["r"],
-        plan=line["p"],
-        verdict=line["v"],
-        duration_us=line["us"],
-        aimed=bool(line.get("a", 0)),
-        control=bool(line.get("c", 0)),
-        defect=bool(line.get("d", 0)),
-        raced_by=line.get("by", []),
-        holds=line.get("h", ""),
-        message=line.get("m", ""),
-        worker=worker,
-    )
-
-
-def _describe_damage(path: Path, corrupt: int, truncated: bool) -> list[str]:
-    damage = []
-    if corrupt:
-        damage.append(f"{corrupt} unreadable {'line was' if corrupt == 1 else 'lines were'} skipped")
-    if truncated:
-        damage.append("its last line is cut off")
-    return [f"{path}: {' and '.join(damage)}; everything else was read."] if damage else []
-
-
-def _read_in_flight(path: Path, worker: str) -> InFlight | None:
-    try:
-        line = json.loads(path.read_bytes())
-        return InFlight(worker, line["n"], line["r"], line["p"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from harness.perturb.hold import DEFAULT_KIND, KINDS, require_kind
 from harness.perturb.load import DEFAULT_MEMORY_MIB, DIMENSIONS, parse_loads, parse_memory_mib, require_device
 from harness.perturb.plan import Plan
 
+LAST_RUN = "last"
+"""As ``--resume``: the run in ``.sidestream/runs`` that started last."""
 _LONGEST_LIMIT_S = 1e7
 _LONGEST_HOLD_MS = 1e5
 
@@ -100,6 +103,15 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="DIRECTORY",
         help="folder for the results of this run (default: a new one in .sidestream/runs, of which 20 are kept)",
     )
+    group.addoption(
+        "--resume",
+        nargs="?",
+        const=LAST_RUN,
+        default=None,
+        metavar="DIRECTORY",
+        help="go on with the run of this folder, the last one by default, with the same options: what has ended there "
+        "is not run again",
+    )
 
 
 def options_of(config: pytest.Config) -> Options:
@@ -138,6 +150,8 @@ def options_of(config: pytest.Config) -> Options:
     if option.hold is not None:
         require_kind(option.hold, device, is_rocm=is_rocm())
     _check_twin_options(option)
+    if option.resume is not None and option.results is not None:
+        raise UsageError("--resume goes on in the folder of a run, and --results names a new one: give one of them.")
     from harness.campaign import csan
 
     if option.csan:
@@ -156,6 +170,8 @@ def options_of(config: pytest.Config) -> Options:
         twins=option.twins,
         twin_repetitions=option.twin_repetitions,
         csan_folder=csan.folder_of(),
+        session=f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{os.getpid()}",
+        resume=option.resume is not None,
     )
 
 

@@ -58,11 +58,17 @@ def run_case(pyfuncitem: pytest.Function) -> None:
         return
     count = repetition_count(pyfuncitem)
 
-    def numbers(cycle: int) -> Iterable[int]:
-        return range(position, count if count is not None else cycle, slices)
+    earlier = run.earlier()
 
-    # In a worker it goes to the controller with the report; what is kept here would grow with the cases.
-    result = run.result(nodeid) if run.prints_summary else CaseResult(nodeid)
+    def numbers(cycle: int) -> Iterable[int]:
+        every = range(position, count if count is not None else cycle, slices)
+        return (number for number in every if not earlier.has(nodeid, number))
+
+    # In a worker it goes to the controller with the report; what is kept here would grow with the cases. One slice
+    # counts what earlier sessions have left.
+    result = earlier.result(nodeid) if position == 0 else CaseResult(nodeid)
+    if run.prints_summary:
+        run.results[nodeid] = result
     result.control = case.control.reason if case.control else None
     result.defect = case.control is not None and case.control.defect
     pyfuncitem.stash[RESULT] = result

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from harness.campaign.csan import Sanitizer
     from harness.campaign.options import Options
     from harness.campaign.result import CaseResult
+    from harness.campaign.resume import Earlier
     from harness.campaign.session import Session
     from harness.campaign.store import ResultWriter
     from harness.campaign.twins import TwinStudy
@@ -57,6 +58,7 @@ class Run:
     _session: Session | None = None
     _writer: ResultWriter | None = None
     _watchdog: Watchdog | None = None
+    _earlier: Earlier | None = None
 
     @property
     def prints_summary(self) -> bool:
@@ -94,6 +96,14 @@ class Run:
             path = None if alone else distribution.stacks_path(self.directory, self.worker)
             self._watchdog = Watchdog(self.options.limit_s, path, descriptor=self.stderr_descriptor)
         return self._watchdog
+
+    def earlier(self) -> Earlier:
+        """What earlier sessions of a resumed run have left; nothing in a new one."""
+        if self._earlier is None:
+            from harness.campaign.resume import Earlier
+
+            self._earlier = Earlier.read(self.directory, self.options.session) if self.options.resume else Earlier()
+        return self._earlier
 
     def result(self, nodeid: str) -> CaseResult:
         """What this process counts of a case."""
@@ -147,11 +157,15 @@ def header(run: Run) -> dict[str, Any]:
         "sidestream": harness.__version__,
         "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
+        "session": options.session,
         "device": options.device,
         "seed": options.seed,
         "plan": str(options.plan) if options.plan is not None else None,
         "hold": "scheduler" if options.device == "sim" else options.hold,
+        "hold_ms": options.hold_ms,
         "loads": list(options.loads),
+        "leave_out": str(options.fault.target) if options.fault is not None and not options.fault.misdirect else None,
+        "misdirect": str(options.fault.target) if options.fault is not None and options.fault.misdirect else None,
     }
 
 

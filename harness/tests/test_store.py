@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,16 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.campaign import store
-from harness.campaign.store import (
-    KEPT_RUNS,
-    InFlight,
-    RepetitionRecord,
-    ResultWriter,
-    new_run_directory,
-    read_run,
-)
+from harness.campaign import run_directory
+from harness.campaign.reader import find_runs, read_run
+from harness.campaign.run_directory import KEPT_RUNS, last_run_directory, new_run_directory, resumed_run_directory
+from harness.campaign.store import SCHEMA, CaseDefinition, InFlight, RepetitionRecord, ResultWriter, case_key
 from harness.errors import UsageError
+from harness.tests.suite_runner import REPOSITORY
 
 NODEID = "suites/test_seed_gradient.py::test_seed_filled_on_another_stream[wait_stream-backward-ambient]"
 
@@ -65,23 +62,27 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         one.worker = "main"
     run = read_run(tmp_path)
     assert list(run) == records
-    assert run.headers == {"main": {"device": "sim", "seed": 0}}
+    assert run.headers == {"main": {"schema": SCHEMA, "device": "sim", "seed": 0}}
     assert (run.problems, run.in_flight) == ([], [])
     assert (writer.records, writer.lost, writer.failure) == (2, 0, None)
 
 
 def test_keys_are_the_documented_ones(tmp_path: Path) -> None:
-    written(tmp_path, record(), full_record()).close()
+    written(tmp_path, record(holds="pending"), full_record()).close()
     lines = [json.loads(line) for line in (tmp_path / "main.jsonl").read_text().splitlines()]
-    assert list(lines[1]) == ["n", "r", "p", "v", "us"]
-    assert list(lines[2]) == ["n", "r", "p", "v", "us", "a", "by", "h", "m"]
-    for key in lines[2]:
-        assert f"``{key}``" in (store.__doc__ or "")
+    assert list(lines[1]) == ["case", "n", "oracles"]
+    assert list(lines[2]) == ["k", "r", "p", "us"]
+    assert list(lines[3]) == ["k", "r", "p", "us", "v", "a", "by", "h", "m"]
+    written(tmp_path, record(adaptive=True, fresh=True), worker="gw0").close()
+    keys = {*json.loads((tmp_path / "gw0.jsonl").read_text().splitlines()[2]), *lines[3]}
+    keys |= CaseDefinition("n", 1, 1, 2, "unsafe", True).to_json().keys()
+    documented = set(re.findall(r"^\| `(\w+)`", (REPOSITORY / "docs" / "results.md").read_text(), re.MULTILINE))
+    assert keys <= documented
 
 
 def test_properties_read_to_the_end_first(tmp_path: Path) -> None:
     written(tmp_path, record()).close()
-    assert read_run(tmp_path).headers == {"main": {"device": "sim", "seed": 0}}
+    assert read_run(tmp_path).headers == {"main": {"schema": SCHEMA, "device": "sim", "seed": 0}}
     (tmp_path / "main.jsonl").write_text("?\n")
     assert len(read_run(tmp_path).problems) == 1
     (tmp_path / "main.now").write_text(json.dumps({"n": "case", "r": 1, "p": "baseline"}))
@@ -145,7 +146,7 @@ def test_writing_appends_whatever_others_did(tmp_path: Path) -> None:
 
 
 def test_one_write_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = written(tmp_path)
+    writer = written(tmp_path, record(0))
     writes: list[bytes] = []
 
     def count(descriptor: int, data: bytes) -> int:
@@ -153,7 +154,7 @@ def test_one_write_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return len(data)
 
     monkeypatch.setattr(os, "write", count)
-    writer.write(record(0))
+    writer.write(record(1))
     assert len(writes) == 1 and writes[0].endswith(b"}\n")
 
 
@@ -286,7 +287,99 @@ def test_cost_of_a_record(tmp_path: Path) -> None:
     assert best < 15e-6
 
 
+def test_a_passing_repetition_takes_few_bytes(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    for number in range(1000):
+        writer.write(
+            RepetitionRecord(
+                NODEID, number, "hold=ambient:3,fill:0,default:12", "pass", 1234.5, holds=3 * "pending,"[:-1]
+            )
+        )
+    writer.close()
+    assert (tmp_path / "main.jsonl").stat().st_size < 200 * 1000
+
+
+def test_what_holds_for_a_case_is_read_from_wherever_it_stands(tmp_path: Path) -> None:
+    writer = written(tmp_path, worker="gw1")
+    writer.define(CaseDefinition(NODEID, 7, 15, 2, "Nothing orders them.", True))
+    writer.write(record(1, "race"))
+    writer.close()
+    line = json.dumps({"k": case_key(NODEID), "r": 0, "p": "baseline", "us": 5})
+    header = json.dumps({"header": {"schema": SCHEMA, "session": "one", "loads": ["compute", "memory"]}})
+    (tmp_path / "gw0.jsonl").write_text(f"{header}\n{line}\n")
+    run = read_run(tmp_path)
+    first, second = run
+    assert (first.nodeid, first.verdict, first.control, first.defect) == (NODEID, "pass", True, True)
+    assert (first.session, first.load, second.load) == ("one", "compute,memory", "")
+    assert run.cases == {case_key(NODEID): CaseDefinition(NODEID, 7, 15, 2, "Nothing orders them.", True)}
+    assert (first.id, run.problems) == (f"{case_key(NODEID)}-0", [])
+
+
+def test_a_case_is_named_again_so_that_damage_takes_little_with_it(tmp_path: Path) -> None:
+    written(tmp_path, *map(record, range(1000))).close()
+    path = tmp_path / "main.jsonl"
+    lines = path.read_text().splitlines()
+    names = [number for number, line in enumerate(lines) if line.startswith('{"case"')]
+    assert len(names) == 5
+    path.write_text("\n".join(["?" if number == names[0] else line for number, line in enumerate(lines)]) + "\n")
+    assert numbers(tmp_path) == list(range(1000))
+    path.write_text("\n".join(["?" if number in names else line for number, line in enumerate(lines)]) + "\n")
+    run = read_run(tmp_path)
+    assert (list(run), len(run.problems)) == ([], 1)
+    assert "1000 repetitions of cases that no line names were skipped" in run.problems[0]
+
+
+@pytest.mark.parametrize("header", [{"schema": SCHEMA + 1}, {}])
+def test_files_of_another_version_are_refused_with_a_sentence(tmp_path: Path, header: dict[str, int]) -> None:
+    written(tmp_path, record(0), worker="gw0").close()
+    lines = (tmp_path / "gw0.jsonl").read_text().splitlines()
+    (tmp_path / "gw1.jsonl").write_text("\n".join([json.dumps({"header": header}), *lines[1:], '{"new": 1}']) + "\n")
+    run = read_run(tmp_path)
+    assert [one.worker for one in run] == ["gw0"]
+    assert run.problems == [
+        f"{tmp_path / 'gw1.jsonl'} is written in version {header.get('schema', 1)} of the result files, and this reads "
+        f"version {SCHEMA}: read it with the version of Sidestream that wrote it."
+    ]
+
+
+def test_the_environment_is_a_line(tmp_path: Path) -> None:
+    writer = written(tmp_path, record(0))
+    writer.say({"environment": {"machine": "here"}})
+    writer.write(record(1))
+    assert (numbers(tmp_path), read_run(tmp_path).environments) == ([0, 1], [{"machine": "here"}])
+    assert read_run(tmp_path).problems == []
+
+
+def test_any_number_of_runs_of_any_machines_are_found(tmp_path: Path) -> None:
+    for machine, run in (("one", "a"), ("one", "b"), ("other", "a")):
+        folder = tmp_path / machine / "runs" / run
+        folder.mkdir(parents=True)
+        written(folder, record(0)).close()
+    assert len(find_runs([tmp_path])) == 3
+    assert [run.directory for run in find_runs([tmp_path / "one" / "runs" / "b", tmp_path / "other"])] == [
+        tmp_path / "one" / "runs" / "b",
+        tmp_path / "other" / "runs" / "a",
+    ]
+    with pytest.raises(UsageError, match="is no folder of results"):
+        find_runs([tmp_path / "none"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no results"):
+        find_runs([tmp_path / "empty"])
+
+
 # Run directories.
+
+
+def test_the_run_to_go_on_with(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no run in"):
+        last_run_directory(tmp_path)
+    first, second, empty = (new_run_directory(tmp_path) for _ in range(3))
+    for directory in (first, second):
+        written(directory, record(0)).close()
+    assert last_run_directory(tmp_path) == second
+    assert resumed_run_directory(first) == first
+    with pytest.raises(UsageError, match="holds no results, so there is nothing to resume"):
+        resumed_run_directory(empty)
 
 
 def test_run_directory(tmp_path: Path) -> None:
@@ -306,7 +399,7 @@ def test_run_directories_of_the_same_moment_differ(tmp_path: Path, monkeypatch: 
         def now(zone: timezone) -> datetime:
             return moments.pop(0)
 
-    monkeypatch.setattr(store, "datetime", Clock)
+    monkeypatch.setattr(run_directory, "datetime", Clock)
     made = [new_run_directory(tmp_path).name for _ in range(2)]
     assert made == [f"20300101T120000.{end}Z-{os.getpid()}" for end in ("000005", "000006")]
 

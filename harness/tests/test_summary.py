@@ -305,7 +305,7 @@ def test_a_file_without_its_header_yet_takes_nothing_away(tmp_path):
     (tmp_path / "gw0.jsonl").touch()
     tail = Tail(tmp_path)
     assert tail.lines() == 0
-    (tmp_path / "gw0.jsonl").write_text("{header}\n{line}\n{line}\n")
+    (tmp_path / "gw0.jsonl").write_text('{"header":{}}\n{"k":1}\n{"k":1}\n')
     assert tail.lines() == 2
 
 

@@ -1,0 +1,97 @@
+"""Directories of runs: a new one for each run, the last of which are kept; or one that the user chose."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.errors import UsageError
+
+KEPT_RUNS = 20
+
+
+def new_run_directory(root: Path) -> Path:
+    """Make ``root/.sidestream/runs/<UTC time>-<process id>`` and delete all but the runs written to last.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    home = root / ".sidestream"
+    runs = home / "runs"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        ignore = home / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n")
+        while True:
+            directory = runs / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
+            try:
+                directory.mkdir()
+                break
+            except FileExistsError:
+                time.sleep(1e-5)
+    except OSError as error:
+        raise UsageError(
+            f"results cannot be written under {home} ({error.strerror or error}): make it writable, or run from a "
+            "folder that is."
+        ) from error
+    _prune(runs, directory)
+    return directory
+
+
+def use_run_directory(directory: Path) -> Path:
+    """Make a directory that the user chose for one run; nothing in it is ever deleted.
+
+    Raises:
+        UsageError: it cannot be made, or holds the results of another run.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        taken = next(directory.glob("*.jsonl"), None)
+    except OSError as error:
+        raise UsageError(
+            f"results cannot be written to {directory} ({error.strerror or error}): choose another directory."
+        ) from error
+    if taken is not None:
+        raise UsageError(f"{directory} holds the results of another run ({taken.name}): choose a new directory.")
+    return directory
+
+
+def resumed_run_directory(directory: Path) -> Path:
+    """A directory whose run is to be continued.
+
+    Raises:
+        UsageError: it holds no results.
+    """
+    if next(directory.glob("*.jsonl"), None) is None:
+        raise UsageError(f"{directory} holds no results, so there is nothing to resume: name the folder of a run.")
+    return directory
+
+
+def last_run_directory(root: Path) -> Path:
+    """The run in ``root/.sidestream/runs`` that started last.
+
+    Raises:
+        UsageError: there is none.
+    """
+    runs = root / ".sidestream" / "runs"
+    found = sorted(path for path in runs.glob("*") if next(path.glob("*.jsonl"), None) is not None)
+    if not found:
+        raise UsageError(f"there is no run in {runs}: name the folder of one.")
+    return found[-1]
+
+
+def _prune(runs: Path, newest: Path) -> None:
+    """Keeps the runs that were written to last, so that a long run survives many short ones that start after it."""
+    ages = []
+    with contextlib.suppress(OSError):
+        for run in runs.iterdir():
+            if run != newest and run.is_dir() and not run.is_symlink():
+                with contextlib.suppress(OSError):
+                    ages.append((max(path.stat().st_mtime for path in (run, *run.iterdir())), run))
+    for _, run in sorted(ages, reverse=True)[KEPT_RUNS - 1 :]:
+        shutil.rmtree(run, ignore_errors=True)
