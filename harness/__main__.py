@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import harness
+from harness import result_commands
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 
@@ -197,6 +198,10 @@ def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) ->
     if done.returncode:
         _announce(done.stdout)
     return done.returncode
+
+
+for command in (result_commands.numbers, result_commands.compare, result_commands.reduce, result_commands.replay):
+    app.command()(command)
 
 
 @app.command()

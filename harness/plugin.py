@@ -217,6 +217,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     from harness.report.progress import terminal_progress
 
+    _require_one_case(run, session.items)
     counts = [repetition_count(item) for item in session.items if "lab" in getattr(item, "fixturenames", ())]
     run.progress = terminal_progress(config.pluginmanager.getplugin("terminalreporter"))
     run.progress.total = sum(count or 0 for count in counts) if None not in counts else None
@@ -235,6 +236,15 @@ def _expect_defects(items: Iterable[pytest.Item], device: str) -> None:
             expect_defect_to_raise(item, torch.__version__, device)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
+
+
+def _require_one_case(run: Run, items: list[pytest.Item]) -> None:
+    if run.options.script is None and run.options.reduce_repetitions is None:
+        return
+    cases = [item for item in items if "lab" in getattr(item, "fixturenames", ())]
+    if len(cases) != 1:
+        option = "--reduce" if run.options.script is None else "--script"
+        raise pytest.UsageError(f"{option} asks one case, and {len(cases)} are selected: give its node id.")
 
 
 def _write_catalogue(path: Path, items: Iterable[pytest.Item]) -> None:

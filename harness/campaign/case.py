@@ -228,7 +228,7 @@ class Case:
         order = discovery.order()
         options = self._session.options
         if options.plan is not None:
-            self._check(options.plan, discovery)
+            self.check_plan(options.plan)
         if options.fault is not None:
             with turns.turn(), watchdog.guard():
                 self._check_fault(options.fault)
@@ -324,7 +324,14 @@ class Case:
                 f"{', '.join(map(str, issued)) or 'no synchronization'}."
             )
 
-    def _check(self, plan: Plan, discovery: Discovery) -> None:
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan of the user's that does not fit the body, which has been discovered.
+
+        Raises:
+            UsageError: it names a launch that the body does not make.
+        """
+        discovery = self.discovery
+        assert discovery is not None
         unknown = [launch for launch in plan.holds if launch not in discovery.launches]
         if unknown:
             raise UsageError(

@@ -25,7 +25,8 @@ from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.plan import Plan
 
 if TYPE_CHECKING:
-    from harness.campaign.twins import Runs, TwinStudy
+    from harness.campaign.runs import Runs
+    from harness.campaign.twins import TwinStudy
 
 FOLDER_VARIABLE = "SIDESTREAM_CSAN_FOLDER"
 _QUESTIONS = "questions.json"

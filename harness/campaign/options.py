@@ -42,6 +42,10 @@ class Options:
     """The synchronization that goes wrong in every repetition."""
     twins: bool = False
     """Whether to study the twins of each case rather than to repeat it."""
+    reduce_repetitions: int | None = None
+    """How often a plan is tried where the plan of a race is to be reduced; None where none is."""
+    script: str | None = None
+    """The file that the case is to be written to as a stand-alone script, rather than repeated."""
     twin_repetitions: int | None = None
     """How many aimed repetitions a twin gets; None for one on the simulator and three on a real device."""
     csan_folder: str | None = None

@@ -226,6 +226,7 @@ def _record(line: dict[str, Any], case: CaseDefinition, worker: str, header: dic
         worker=worker,
         session=str(header.get("session", "")),
         load=",".join(header.get("loads") or ()),
+        hold=str(header.get("hold", "")),
     )
 
 

@@ -78,11 +78,16 @@ def last_run_directory(root: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    runs = root / ".sidestream" / "runs"
-    found = sorted(path for path in runs.glob("*") if next(path.glob("*.jsonl"), None) is not None)
+    found = run_directories(root)
     if not found:
-        raise UsageError(f"there is no run in {runs}: name the folder of one.")
+        raise UsageError(f"there is no run in {root / '.sidestream' / 'runs'}: name the folder of one.")
     return found[-1]
+
+
+def run_directories(root: Path) -> list[Path]:
+    """The runs in ``root/.sidestream/runs`` that have results, in the order in which they started."""
+    runs = root / ".sidestream" / "runs"
+    return sorted(path for path in runs.glob("*") if next(path.glob("*.jsonl"), None) is not None)
 
 
 def _prune(runs: Path, newest: Path) -> None:

@@ -37,6 +37,11 @@ def case_key(nodeid: str) -> str:
     return hashlib.sha256(nodeid.encode()).hexdigest()[:8]
 
 
+def repetition_id(nodeid: str, repetition: int, *, fresh: bool = False) -> str:
+    """What names a repetition in its run: ``0c8b7a51-3``, or ``0c8b7a51-f3`` for one in a fresh process."""
+    return f"{case_key(nodeid)}-{'f' if fresh else ''}{repetition}"
+
+
 @dataclass(slots=True)
 class CaseDefinition:
     """What a result file says once of all repetitions of a case."""
@@ -114,11 +119,13 @@ class RepetitionRecord:
     """Which session of the run; set when it is read."""
     load: str = ""
     """The load beside it, as ``--load`` names it; set when it is read."""
+    hold: str = ""
+    """How launches were held, as ``--hold`` names it; set when it is read."""
 
     @property
     def id(self) -> str:
         """What names it in its run: ``python -m harness replay`` takes it."""
-        return f"{case_key(self.nodeid)}-{self.repetition}"
+        return repetition_id(self.nodeid, self.repetition, fresh=self.fresh)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from typing import Any
 
 from harness.campaign.case import Case, CaseError
 from harness.campaign.repetition import Repetition
+from harness.campaign.runs import Runs
 from harness.campaign.turns import Turns
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
-from harness.errors import InfrastructureError, SidestreamError, first_line
+from harness.errors import InfrastructureError, first_line
 from harness.judge.engine_edges import crossed
 from harness.judge.order import implied, last_covered_launch
 from harness.judge.verdict import Verdict
@@ -97,48 +98,6 @@ class TwinStudy:
     def from_json(cls, data: dict[str, Any]) -> TwinStudy:
         """What ``to_json`` made the data of."""
         return cls(**{**data, "twins": [Twin(**twin) for twin in data["twins"]]})
-
-
-class Runs:
-    """Runs a case, each time within the time limit and in this process' turn on the device."""
-
-    def __init__(self, case: Case, turns: Turns, watchdog: Watchdog) -> None:
-        self.case = case
-        self._turns = turns
-        self._watchdog = watchdog
-
-    def discover(self) -> None:
-        """Learn what the case consists of."""
-        with self._turns.turn(), self._watchdog.guard():
-            self.case.discover()
-
-    def once(self, plan: Plan, **settings: Any) -> Repetition:
-        """Run it once; the settings are those of ``Instrument.begin``.
-
-        Raises:
-            InfrastructureError: an error has left the device unusable for the rest of the process.
-            Exception: whatever the body raised, or a launch that was carried out late.
-        """
-        with self._turns.turn(), self._watchdog.guard():
-            return self.case.once(plan, **settings)
-
-    def twin(self, plan: Plan, fault: Fault, **settings: Any) -> Repetition | Exception:
-        """Run it with a fault; an error that the fault makes it end with is an answer, too.
-
-        Raises:
-            InfrastructureError: as for :meth:`once`.
-        """
-        try:
-            return self.once(plan, fault=fault, **settings)
-        except (RepetitionTimeout, SidestreamError):
-            raise
-        except Exception as error:
-            if self.case.is_broken_by(error):
-                raise InfrastructureError(
-                    f"the device is unusable after {self.case.nodeid} under {plan} without {fault.target}: "
-                    f"{first_line(error)}"
-                ) from error
-            return error
 
 
 def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watchdog) -> TwinStudy:

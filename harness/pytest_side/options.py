@@ -91,6 +91,20 @@ def add_options(parser: pytest.Parser) -> None:
         help="make one wait for another event than was asked for, as a broken runtime might",
     )
     group.addoption(
+        "--reduce",
+        type=int,
+        default=None,
+        metavar="N",
+        help="find the fewest held launches under which the selected case races as it does under --plan, or under the "
+        "first plan that shows a race; each plan gets N repetitions",
+    )
+    group.addoption(
+        "--script",
+        default=None,
+        metavar="FILE",
+        help="write the selected case under --plan to FILE as a stand-alone script in plain PyTorch; - is the terminal",
+    )
+    group.addoption(
         "--repetition-timeout",
         type=float,
         default=DEFAULT_LIMIT_S,
@@ -150,6 +164,7 @@ def options_of(config: pytest.Config) -> Options:
     if option.hold is not None:
         require_kind(option.hold, device, is_rocm=is_rocm())
     _check_twin_options(option)
+    _check_questions(config)
     if option.resume is not None and option.results is not None:
         raise UsageError("--resume goes on in the folder of a run, and --results names a new one: give one of them.")
     from harness.campaign import csan
@@ -167,6 +182,8 @@ def options_of(config: pytest.Config) -> Options:
         limit_s=option.repetition_timeout,
         stop_at_first_race=option.maxfail == 1,
         fault=_fault(option),
+        reduce_repetitions=option.reduce,
+        script=option.script,
         twins=option.twins,
         twin_repetitions=option.twin_repetitions,
         csan_folder=csan.folder_of(),
@@ -180,6 +197,28 @@ def _fault(option: Any) -> Fault | None:
         if text is not None:
             return Fault(SynchronizationId.parse(text), misdirect)
     return None
+
+
+def _check_questions(config: pytest.Config) -> None:
+    option = config.option
+    for name, given in (("--reduce", option.reduce is not None), ("--script", option.script is not None)):
+        if not given:
+            continue
+        if getattr(option, "dist", "no") != "no":
+            raise UsageError(f"{name} asks one case in one process: leave -n out.")
+        if option.twins or option.count > 1:
+            raise UsageError(f"{name} asks the case once: leave --twins and --count out.")
+    if option.reduce is not None and option.reduce < 1:
+        raise UsageError(f"--reduce {option.reduce} runs nothing: give a number of repetitions from 1 on.")
+    if option.reduce is not None and option.script is not None:
+        raise UsageError("--reduce and --script are two questions: give one of them.")
+    if option.script is not None and option.plan is None:
+        raise UsageError("--script writes one repetition: say which with --plan.")
+    if option.script is not None and (option.leave_out or option.misdirect):
+        raise UsageError("--script cannot leave out or misdirect what PyTorch does; it writes cases as they are.")
+    script = option.script
+    if script not in (None, "-") and not Path(script).absolute().parent.is_dir():
+        raise UsageError(f"--script {script}: there is no such folder.")
 
 
 def _check_twin_options(option: Any) -> None:

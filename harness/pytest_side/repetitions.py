@@ -56,6 +56,13 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     if run.options.twins:
         _study_twins(pyfuncitem, case, run)
         return
+    if run.options.reduce_repetitions is not None:
+        _reduce(case, run, run.options.reduce_repetitions)
+        return
+    if run.options.script is not None:
+        given = {name: value for name, value in arguments.items() if name != "lab"}
+        _write_script(pyfuncitem, case, given, run, run.options.script)
+        return
     count = repetition_count(pyfuncitem)
 
     earlier = run.earlier()
@@ -103,9 +110,64 @@ def run_case(pyfuncitem: pytest.Function) -> None:
             pytest.fail(text, pytrace=False)
 
 
+def _reduce(case: Case, run: Run, repetitions: int) -> None:
+    from harness.campaign.reduce import reduce_plan
+    from harness.campaign.runs import Runs
+    from harness.perturb.enumerate_plans import cycle_length, plan_for_repetition
+    from harness.report.failure import replay_command
+    from harness.report.outcome import counted
+
+    options = run.options
+    runs = Runs(case, run.session().turns, run.watchdog())
+    runs.discover()
+    assert case.discovery is not None
+    order = case.discovery.order()
+    numbers = range(cycle_length(len(order)))
+    plans = [options.plan] if options.plan else (plan_for_repetition(each, order, options.seed) for each in numbers)
+    found = reduce_plan(runs, plans, repetitions)
+    run.answers += [
+        f"{found.nodeid} races by {' and '.join(found.oracles)} under {found.plan}, which reduces to {found.minimal}: "
+        f"{len(found.minimal.holds)} of {counted(len(found.plan.holds), 'held launch', 'held launches')}, found in "
+        f"{counted(found.repetitions, 'repetition')}.",
+        f"replay: {replay_command(found.nodeid, found.minimal, options)}",
+    ]
+
+
+def _write_script(item: pytest.Function, case: Case, arguments: dict[str, object], run: Run, path: str) -> None:
+    from harness.campaign.runs import Runs
+    from harness.report.script import Origin, write_script
+
+    plan = run.options.plan
+    assert plan is not None
+    runs = Runs(case, run.session().turns, run.watchdog())
+    runs.discover()
+    case.check_plan(plan)
+    judgement = runs.once(plan, lines=True).judgement
+    seen = [*map(str, judgement.mismatches), *map(str, judgement.races)]
+    devices, contract = item.get_closest_marker("devices"), item.get_closest_marker("contract")
+    origin = Origin(
+        case.nodeid,
+        plan,
+        f"{judgement.verdict.value} on {run.device}" + (f": {seen[0]}" if seen else ""),
+        devices.args[0] if devices is not None else 1,
+        contract.args[0] if contract is not None else None,
+    )
+    assert case.discovery is not None
+    text = write_script(item.obj, arguments, case.discovery, origin)
+    if path == "-":
+        run.answers += text.splitlines()
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--script {path}: {error.strerror}.") from None
+    run.answers.append(f"script: {path}")
+
+
 def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
     from harness.campaign import csan
-    from harness.campaign.twins import Runs, study_twins
+    from harness.campaign.runs import Runs
+    from harness.campaign.twins import study_twins
     from harness.report.twins import describe_survivors
 
     options = run.options

@@ -85,6 +85,8 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
             run.results.setdefault(result.nodeid, result)
     if run.studies:
         _report_twins(terminalreporter, config, run)
+    for answer in run.answers:
+        terminalreporter.write_line(answer)
     if not run.results:
         return
     for nodeid, result in run.results.items():

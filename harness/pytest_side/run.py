@@ -49,6 +49,8 @@ class Run:
     load_reports: list[LoadReport] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """What went wrong beside the cases, a sentence each."""
+    answers: list[str] = field(default_factory=list)
+    """What a case was asked instead of being repeated has these answers, a sentence each."""
     progress: Progress | None = None
     broken: str | None = None
     sanitizer: Sanitizer | None = None

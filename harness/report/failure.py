@@ -8,12 +8,14 @@ import shlex
 from harness.campaign.case import Case, Discovery
 from harness.campaign.options import Options
 from harness.campaign.repetition import Repetition
+from harness.campaign.store import repetition_id
 from harness.judge.happens_before import Race
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
 from harness.observe.trace import Free, HostAccess, Launch, SourceLine, Trace
 from harness.perturb.hold import DEFAULT_KIND, GATE_LIMIT_MS
 from harness.perturb.load import DEFAULT_MEMORY_MIB
+from harness.perturb.plan import Plan
 
 NOT_FLAKY = (
     "A wrong value or an unordered access is never 'just flaky': it is a bug in PyTorch, in the driver or in this "
@@ -31,6 +33,7 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
         f"  case     {case.nodeid}",
         f"  device   {device}",
         f"  plan     {repetition.plan} (repetition {repetition.number}, seed {options.seed})",
+        f"  id       {repetition_id(case.nodeid, repetition.number)}",
     ]
     if options.fault is not None:
         done = "misdirected" if options.fault.misdirect else "left out"
@@ -48,7 +51,7 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
         lines.append(f"  cause    {judgement.attribution}")
     if judgement.disagreement:
         lines.append(f"  note     {judgement.disagreement}")
-    lines.append(f"  replay   {replay_command(case.nodeid, repetition, options)}")
+    lines.append(f"  replay   {replay_command(case.nodeid, repetition.plan, options)}")
     if judgement.verdict is Verdict.RACE and options.fault is None:
         lines.append(f"  {NOT_FLAKY}")
     return "\n".join(lines)
@@ -66,10 +69,14 @@ _HOLD_STATES = {
 }
 
 
-def replay_command(nodeid: str, repetition: Repetition, options: Options) -> str:
+def replay_command(nodeid: str, plan: Plan, options: Options) -> str:
     """The command that runs exactly this repetition again."""
-    parts = ["python", "-m", "pytest", nodeid, "--device", options.device, "--seed", str(options.seed)]
-    parts += ["--plan", str(repetition.plan)]
+    return shlex.join(["python", "-m", "pytest", nodeid, *replay_options(plan, options)])
+
+
+def replay_options(plan: Plan, options: Options) -> list[str]:
+    """The options of pytest under which a repetition of this plan is the same."""
+    parts = ["--device", options.device, "--seed", str(options.seed), "--plan", str(plan)]
     if options.hold != DEFAULT_KIND:
         parts += ["--hold", options.hold]
     if options.hold_ms is not None:
@@ -80,7 +87,7 @@ def replay_command(nodeid: str, repetition: Repetition, options: Options) -> str
         parts += ["--load", ",".join(options.loads)]
         if options.load_memory_mib != DEFAULT_MEMORY_MIB:
             parts += ["--load-memory", f"{options.load_memory_mib:g}MiB"]
-    return shlex.join(parts)
+    return parts
 
 
 def _headline(repetition: Repetition) -> str:

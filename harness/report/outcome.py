@@ -21,9 +21,9 @@ class Outcome:
     """What to say about it; None if it is as it should be."""
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: ``1 case``, ``1,200 cases``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: ``1 case``, ``1,200 cases``; the plural where it is no ``s`` more."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def outcome_of(result: CaseResult) -> Outcome:

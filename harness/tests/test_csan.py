@@ -17,9 +17,10 @@ from torch.cuda import _sanitizer
 from harness.campaign import csan
 from harness.campaign.case import Case
 from harness.campaign.options import Options
+from harness.campaign.runs import Runs
 from harness.campaign.session import Session
 from harness.campaign.turns import Turns
-from harness.campaign.twins import Runs, Twin, TwinStudy
+from harness.campaign.twins import Twin, TwinStudy
 from harness.campaign.watchdog import Watchdog
 from harness.exit_codes import ExitCode
 from harness.report.tables import rendered

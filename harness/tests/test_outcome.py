@@ -12,7 +12,7 @@ from harness.campaign.case import Discovery
 from harness.campaign.options import Options
 from harness.campaign.repetition import Repetition
 from harness.campaign.result import CaseResult
-from harness.campaign.store import RepetitionRecord
+from harness.campaign.store import RepetitionRecord, repetition_id
 from harness.exit_codes import ExitCode
 from harness.judge.values import Mismatch
 from harness.judge.verdict import NOT_HONOURED, UNKNOWN, Judgement, Verdict, judge
@@ -159,13 +159,13 @@ PASSED = Judgement(Verdict.PASS, [], [], None, None)
     ],
 )
 def test_the_replay_command_repeats_what_was_asked_for(options, command):
-    assert replay_command(CASE, repetition(PASSED), options) == f"python -m pytest {CASE} {command}"
+    assert replay_command(CASE, repetition(PASSED).plan, options) == f"python -m pytest {CASE} {command}"
 
 
 @pytest.mark.parametrize("nodeid", [f"{CASE}[a b]", f"{CASE}['$HOME';]", f"{CASE}[a*]"])
 def test_the_replay_command_survives_a_shell(nodeid):
     held = repetition(PASSED, HoldOutcome(FILL, HoldState.PENDING, None), HoldOutcome(MUL, HoldState.PENDING, None))
-    words = shlex.split(replay_command(nodeid, held, Options()))
+    words = shlex.split(replay_command(nodeid, held.plan, Options()))
     assert words[3] == nodeid
     assert words[-2:] == ["--plan", "hold=fill:0,ambient:0"]
 
@@ -202,21 +202,22 @@ def described(failed: Repetition, *, accesses: int = 1, device: str = "sim", hol
 def test_a_repetition_is_described_by_both_oracles():
     judgement = judge(TRACE, [MISMATCH], [HoldState.PENDING])
     lines = described(repetition(judgement, HoldOutcome(FILL, HoldState.PENDING, None), trace=TRACE))
-    assert lines[:4] == [
+    assert lines[:5] == [
         "race: a wrong value and an unordered access",
         f"  case     {CASE}",
         "  device   a GPU",
         "  plan     hold=fill:0 (repetition 4, seed 7)",
+        f"  id       {repetition_id(CASE, 4)}",
     ]
-    assert lines[4] == f"  value    {MISMATCH}"
-    assert lines[5].endswith("bytes 0 to 1024 of block 0")
-    assert lines[6:8] == [
+    assert lines[5] == f"  value    {MISMATCH}"
+    assert lines[6].endswith("bytes 0 to 1024 of block 0")
+    assert lines[7:9] == [
         "    first  aten::fill_ on fill:0, nowhere.py:11",
         "    second aten::mul on ambient:0 in MulBackward0 of the forward, nowhere.py:13",
     ]
-    assert lines[8].startswith("    missing ")
-    assert "the engine carries it on to its nodes" in lines[9]
-    assert lines[10:] == [
+    assert lines[9].startswith("    missing ")
+    assert "the engine carries it on to its nodes" in lines[10]
+    assert lines[11:] == [
         "  hold     fill:0 (aten::fill_): still pending when the body had been enqueued",
         "  cause    no wait was issued: PyTorch or the case left it out.",
         f"  replay   python -m pytest {CASE} --device sim --seed 7 --plan hold=fill:0",
@@ -283,13 +284,13 @@ def test_an_inconclusive_repetition_says_what_became_of_each_hold_and_accuses_no
     ]
     lines = described(repetition(judge(None, [], [hold.state for hold in holds]), *holds))
     assert lines[0] == "inconclusive: the hold did not take effect"
-    assert lines[4:7] == [
+    assert lines[5:8] == [
         "  hold     fill:0 (aten::fill_): had already run, so the hold was too short to show anything",
         "  hold     ambient:0 (aten::mul): pending until a host synchronization had to wait for it, nowhere.py:23",
         "  hold     fill:9: was never launched",
     ]
-    assert len(lines) == 8
-    assert "replay" in lines[7]
+    assert len(lines) == 9
+    assert "replay" in lines[8]
 
 
 @pytest.mark.parametrize("hold", ["sleep", "gate"])
@@ -307,6 +308,6 @@ def test_the_code_of_a_line_is_shown_below_it():
     mismatch = Mismatch("observation 0", here, "poison", "15.0", "nan", (0,), 256, 256, 256)
     lines = described(repetition(judge(None, [mismatch], [])))
     assert (
-        lines[5]
+        lines[6]
         == "             " + '"""What the counts of a case mean for its test, and how a failed repetition reads."""'
     )
