@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import harness
-from harness import result_commands
+from harness import result_commands, stress
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 
@@ -200,7 +200,13 @@ def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) ->
     return done.returncode
 
 
-for command in (result_commands.numbers, result_commands.compare, result_commands.reduce, result_commands.replay):
+for command in (
+    stress.stress,
+    result_commands.numbers,
+    result_commands.compare,
+    result_commands.reduce,
+    result_commands.replay,
+):
     app.command()(command)
 
 
@@ -261,8 +267,9 @@ def main() -> None:
         _forget_standard_output()
         sys.exit(int(ExitCode.INFRASTRUCTURE))
     except SystemExit as ended:
-        # typer's code for what it cannot parse means "interrupted" here, as in pytest.
-        sys.exit(int(ExitCode.USAGE) if ended.code == _TYPER_USAGE else ended.code)
+        # typer's code for what it cannot parse means "interrupted" here, as in pytest; ours are told by their type.
+        is_ours = isinstance(ended.code, ExitCode)
+        sys.exit(int(ExitCode.USAGE) if ended.code == _TYPER_USAGE and not is_ours else ended.code)
 
 
 if __name__ == "__main__":

@@ -16,3 +16,8 @@ class ExitCode(IntEnum):
     NOTHING_RAN = 5
     INCONCLUSIVE = 6
     """The perturbation or the load did not take effect, so the run proves nothing."""
+
+
+def of_process(status: int) -> ExitCode:
+    """The exit code of a process that uses these; what a signal ended, or has none of them, is infrastructure."""
+    return ExitCode(status) if status in set(ExitCode) else ExitCode.INFRASTRUCTURE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import re
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -24,7 +25,7 @@ from harness.exit_codes import ExitCode
 from harness.pytest_side.options import LAST_RUN, add_options, options_of
 from harness.pytest_side.repetitions import repetition_count, run_case
 from harness.pytest_side.reporting import Recorder, settle_exit_code, shown, write_terminal_summary
-from harness.pytest_side.run import RESULT, RUN, STUDY, Run, announce, describe, header
+from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run, announce, describe, header
 
 if TYPE_CHECKING:
     from harness.campaign.lab import Lab
@@ -199,6 +200,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, 
     return result
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the cases that get further repetitions, and draw the order."""
+    option = config.option
+    if option.further is not None:
+        further = _read_further(Path(option.further))
+        config.stash[FURTHER] = further
+        left_out = [item for item in items if item.nodeid not in further]
+        items[:] = [item for item in items if item.nodeid in further]
+        config.hook.pytest_deselected(items=left_out)
+    if option.shuffle:
+        random.Random(f"{option.seed}/order").shuffle(items)
+
+
+def _read_further(path: Path) -> dict[str, int]:
+    import json
+
+    try:
+        return {str(nodeid): int(count) for nodeid, count in json.loads(path.read_text()).items() if int(count) > 0}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise pytest.UsageError(f"--further {path}: {error}.") from None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """In a worker make a slice of each case for every worker, so that even one selected test uses all of them.
@@ -239,12 +262,14 @@ def _expect_defects(items: Iterable[pytest.Item], device: str) -> None:
 
 
 def _require_one_case(run: Run, items: list[pytest.Item]) -> None:
-    if run.options.script is None and run.options.reduce_repetitions is None:
+    options = run.options
+    given = {"--script": options.script, "--reduce": options.reduce_repetitions, "--fresh": options.fresh}
+    named = [name for name, value in given.items() if value is not None]
+    if not named:
         return
     cases = [item for item in items if "lab" in getattr(item, "fixturenames", ())]
     if len(cases) != 1:
-        option = "--reduce" if run.options.script is None else "--script"
-        raise pytest.UsageError(f"{option} asks one case, and {len(cases)} are selected: give its node id.")
+        raise pytest.UsageError(f"{named[0]} asks one case, and {len(cases)} are selected: give its node id.")
 
 
 def _write_catalogue(path: Path, items: Iterable[pytest.Item]) -> None:

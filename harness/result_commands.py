@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.errors import UsageError
+from harness.exit_codes import ExitCode, of_process
 from harness.perturb.plan import Plan
 
 Folders = Annotated[
@@ -119,8 +120,8 @@ def replay(
     raise typer.Exit(_pytest([nodeid, *options, "--script", script]))
 
 
-def _pytest(arguments: list[str]) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], check=False).returncode
+def _pytest(arguments: list[str]) -> ExitCode:
+    return of_process(subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], check=False).returncode)
 
 
 def _print(parts: list[Table | str]) -> None:

@@ -87,6 +87,9 @@ class Case:
             not session.simulated or options.twins or options.fault is not None
         )
         self.discovery: Discovery | None = None
+        self.adaptive = False
+        """Whether its repetitions are added where the evidence is thin."""
+        self.fresh = False
         self._running: tuple[int, Plan] | None = None
 
     def is_broken_by(self, error: BaseException) -> bool:
@@ -239,6 +242,8 @@ class Case:
             CaseDefinition(self.nodeid, len(order), result.cycle_length, result.oracles, result.control, result.defect)
         )
         for number in numbers(result.cycle_length or 1):
+            if self._session.options.is_late():
+                break
             plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)
             self._running = number, plan
             writer.in_flight(self.nodeid, number, str(plan))
@@ -258,10 +263,50 @@ class Case:
                 raise
             self._settle(repetition, discovery, result, writer, describe)
             progress()
-            if options.stop_at_first_race and self.control is None and repetition.judgement.verdict is Verdict.RACE:
+            if self._is_done(result):
                 break
         writer.clear_in_flight()
         result.hold_ms = self._hold.milliseconds if self._session.holds_by_sleep else 0.0
+
+    def _is_done(self, result: CaseResult) -> bool:
+        most = self._session.options.max_races
+        return most is not None and self.control is None and result.count(Verdict.RACE) >= most
+
+    def run_fresh(
+        self,
+        number: int,
+        result: CaseResult,
+        writer: ResultWriter,
+        watchdog: Watchdog,
+        describe: Callable[[Case, Repetition], str],
+    ) -> None:
+        """Run the baseline once before anything else is known of the case, so that its first launches count.
+
+        Args:
+            number: counts the repetitions in fresh processes.
+            result: counts it.
+            writer: keeps it on disk.
+            watchdog: cuts it if it hangs.
+            describe: the text for it if it failed.
+
+        Raises:
+            CaseError: the case is wrong in itself.
+        """
+        plan = Plan()
+        writer.define(CaseDefinition(self.nodeid, control=result.control, defect=result.defect))
+        self._running = number, plan
+        writer.in_flight(self.nodeid, number, str(plan))
+        self.fresh = True
+        try:
+            with self._session.turns.turn(), watchdog.guard():
+                repetition = self.once(plan, number=number, fault=self._session.options.fault)
+            with self._session.turns.turn(), watchdog.guard():
+                discovery = self.discover()
+        except RepetitionTimeout as timeout:
+            self._time_out(timeout, number, plan, result, writer, watchdog)
+            return
+        self._settle(repetition, discovery, result, writer, describe)
+        writer.clear_in_flight()
 
     def _time_out(
         self,
@@ -273,7 +318,14 @@ class Case:
         watchdog: Watchdog,
     ) -> None:
         record = RepetitionRecord(
-            self.nodeid, number, str(plan), Verdict.TIMEOUT.value, watchdog.limit_s * 1e6, message=str(timeout)
+            self.nodeid,
+            number,
+            str(plan),
+            Verdict.TIMEOUT.value,
+            watchdog.limit_s * 1e6,
+            message=str(timeout),
+            adaptive=self.adaptive,
+            fresh=self.fresh,
         )
         writer.write(record)
         result.add(record)
@@ -309,6 +361,8 @@ class Case:
             raced_by=judgement.raced_by,
             holds=",".join(outcome.state.value for outcome in repetition.holds),
             message="",
+            adaptive=self.adaptive,
+            fresh=self.fresh,
         )
         if failed:
             record.message = "; ".join([*map(str, judgement.mismatches), *map(str, judgement.races)])[:2000]

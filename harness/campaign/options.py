@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from harness.observe.synchronizations import Fault
@@ -31,7 +32,12 @@ class Options:
     """How much memory of the device the load may use."""
     limit_s: float = DEFAULT_LIMIT_S
     """How long a repetition may take before it is cut."""
-    stop_at_first_race: bool = False
+    max_races: int | None = None
+    """A case that is to hold is not repeated any more in a process once it has raced so often there."""
+    deadline: float | None = None
+    """No repetition starts later, in seconds since the epoch."""
+    fresh: int | None = None
+    """The number of the one repetition, which is run before the process has learnt anything of the case."""
     session: str = ""
     """Which session of the run this is; a run that is resumed has several."""
     resume: bool = False
@@ -50,3 +56,7 @@ class Options:
     """How many aimed repetitions a twin gets; None for one on the simulator and three on a real device."""
     csan_folder: str | None = None
     """The folder with the questions, in the process that asks PyTorch's CUDA Sanitizer about the twins."""
+
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.time() >= self.deadline

@@ -108,7 +108,7 @@ class RepetitionRecord:
     adaptive: bool = False
     """Whether it was added where the evidence was thin, so that it is no part of a sample of fixed size."""
     fresh: bool = False
-    """Whether its body was the first thing that its process ran on the device."""
+    """Whether it was the first time that its process ran the case."""
     control: bool = False
     """Whether the case is a control, so that its races are what it is for; also a registered defect is one."""
     defect: bool = False

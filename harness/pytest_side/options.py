@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,30 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="WAIT",
         help="make one wait for another event than was asked for, as a broken runtime might",
     )
+    group.addoption("--minutes", type=float, default=None, help="start no repetition after so many minutes")
+    group.addoption(
+        "--max-races",
+        type=int,
+        default=None,
+        metavar="K",
+        help="repeat a case no more in a worker once it has raced K times there; controls go on",
+    )
+    group.addoption("--shuffle", action="store_true", help="run the cases in an order drawn by --seed")
+    group.addoption(
+        "--further",
+        default=None,
+        metavar="FILE",
+        help="with --resume: of the cases in the JSON of FILE, so many further repetitions each; they are marked as "
+        "added where the evidence was thin, so that no rate counts them",
+    )
+    group.addoption(
+        "--fresh",
+        type=int,
+        default=None,
+        metavar="I",
+        help="run the selected case once, unheld and before the process has run it for any other purpose, as the I-th "
+        "repetition in a fresh process",
+    )
     group.addoption(
         "--reduce",
         type=int,
@@ -165,6 +190,7 @@ def options_of(config: pytest.Config) -> Options:
         require_kind(option.hold, device, is_rocm=is_rocm())
     _check_twin_options(option)
     _check_questions(config)
+    _check_budgets(config)
     if option.resume is not None and option.results is not None:
         raise UsageError("--resume goes on in the folder of a run, and --results names a new one: give one of them.")
     from harness.campaign import csan
@@ -180,7 +206,9 @@ def options_of(config: pytest.Config) -> Options:
         loads=tuple(map(str, loads)),
         load_memory_mib=memory_mib,
         limit_s=option.repetition_timeout,
-        stop_at_first_race=option.maxfail == 1,
+        max_races=1 if option.maxfail == 1 else option.max_races,
+        deadline=None if option.minutes is None else time.time() + 60.0 * option.minutes,
+        fresh=option.fresh,
         fault=_fault(option),
         reduce_repetitions=option.reduce,
         script=option.script,
@@ -197,6 +225,22 @@ def _fault(option: Any) -> Fault | None:
         if text is not None:
             return Fault(SynchronizationId.parse(text), misdirect)
     return None
+
+
+def _check_budgets(config: pytest.Config) -> None:
+    option = config.option
+    if option.minutes is not None and not 0 < option.minutes < _LONGEST_LIMIT_S:
+        raise UsageError(f"--minutes {option.minutes:g} makes no sense: give minutes above 0.")
+    if option.max_races is not None and option.max_races < 1:
+        raise UsageError(f"--max-races {option.max_races} stops before anything ran: give a number from 1 on.")
+    if option.further is not None and (option.resume is None or option.count > 1):
+        raise UsageError("--further goes with --resume, and says how many repetitions itself: leave --count out.")
+    if option.fresh is not None and (
+        option.plan is not None or option.count > 1 or getattr(option, "dist", "no") != "no"
+    ):
+        raise UsageError(
+            "--fresh runs one repetition with nothing held, in this process: leave --plan, --count and -n out."
+        )
 
 
 def _check_questions(config: pytest.Config) -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from harness import distribution
 from harness.errors import InfrastructureError, SidestreamError, UsageError
-from harness.pytest_side.run import RESULT, RUN, STUDY, Run
+from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run
 
 if TYPE_CHECKING:
     from harness.campaign.case import Case
     from harness.campaign.lab import Lab
+    from harness.campaign.repetition import Repetition
 
 
 def repetition_count(item: pytest.Item) -> int | None:
@@ -23,6 +24,9 @@ def repetition_count(item: pytest.Item) -> int | None:
     Raises:
         UsageError: the marker ``repeat`` has no sensible number.
     """
+    further = item.config.stash.get(FURTHER, None)
+    if further is not None:
+        return further[distribution.split(item.nodeid)[0]]
     marker = item.get_closest_marker("repeat")
     count = item.config.option.count
     if marker is not None:
@@ -38,6 +42,7 @@ def run_case(pyfuncitem: pytest.Function) -> None:
 
     from harness.campaign.case import Case
     from harness.campaign.result import CaseResult
+    from harness.campaign.resume import Earlier
     from harness.judge.verdict import Verdict
     from harness.markers import control_of
     from harness.report.failure import describe_failure
@@ -65,10 +70,14 @@ def run_case(pyfuncitem: pytest.Function) -> None:
         return
     count = repetition_count(pyfuncitem)
 
-    earlier = run.earlier()
+    # What is fresh is counted by itself.
+    earlier = run.earlier() if run.options.fresh is None else Earlier()
+
+    case.adaptive = FURTHER in pyfuncitem.config.stash
+    first = earlier.end(nodeid) if case.adaptive else 0
 
     def numbers(cycle: int) -> Iterable[int]:
-        every = range(position, count if count is not None else cycle, slices)
+        every = range(first + position, first + (count if count is not None else cycle), slices)
         return (number for number in every if not earlier.has(nodeid, number))
 
     # In a worker it goes to the controller with the report; what is kept here would grow with the cases. One slice
@@ -79,15 +88,18 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     result.control = case.control.reason if case.control else None
     result.defect = case.control is not None and case.control.defect
     pyfuncitem.stash[RESULT] = result
+    if run.options.is_late() and not result.repetitions:
+        return  # the summary says so
+
+    def describe(case: Case, repetition: Repetition) -> str:
+        return describe_failure(case, repetition, run.options, run.device)
+
     try:
-        case.run(
-            numbers,
-            result,
-            run.writer(),
-            run.watchdog(),
-            describe=lambda case, repetition: describe_failure(case, repetition, run.options, run.device),
-            progress=run.progress.repetition if run.progress is not None else lambda: None,
-        )
+        if run.options.fresh is not None:
+            case.run_fresh(run.options.fresh, result, run.writer(), run.watchdog(), describe)
+        else:
+            progress = run.progress.repetition if run.progress is not None else lambda: None
+            case.run(numbers, result, run.writer(), run.watchdog(), describe, progress)
     except InfrastructureError as error:
         run.broken = str(error)
         raise

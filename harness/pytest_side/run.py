@@ -142,6 +142,8 @@ class Run:
 
 RUN = pytest.StashKey[Run]()
 RESULT = pytest.StashKey["CaseResult"]()
+FURTHER = pytest.StashKey[dict[str, int]]()
+"""With ``--further``: how many repetitions the cases get, by node id."""
 STUDY = pytest.StashKey["TwinStudy"]()
 
 
@@ -165,6 +167,7 @@ def header(run: Run) -> dict[str, Any]:
         "plan": str(options.plan) if options.plan is not None else None,
         "hold": "scheduler" if options.device == "sim" else options.hold,
         "hold_ms": options.hold_ms,
+        "max_races": options.max_races,
         "loads": list(options.loads),
         "leave_out": str(options.fault.target) if options.fault is not None and not options.fault.misdirect else None,
         "misdirect": str(options.fault.target) if options.fault is not None and options.fault.misdirect else None,

@@ -132,6 +132,11 @@ def conclusions(
         lines.append(f"{_seen_sentence(defects, 'cases of known defects of PyTorch')}: {reports}.")
     if not controls and not defects:
         lines.append("No control ran, so nothing shows that this run could have seen a race.")
+    unreached = sum(not result.repetitions for result in results)
+    if unreached and options.deadline is not None:
+        lines.append(
+            f"{counted(unreached, 'case')} {'was' if unreached == 1 else 'were'} not reached within --minutes."
+        )
     inconclusive = sum(result.count(Verdict.INCONCLUSIVE) for result in results)
     if inconclusive:
         verb = "was" if inconclusive == 1 else "were"

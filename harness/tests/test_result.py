@@ -276,7 +276,7 @@ def test_a_cycle_is_blind_only_as_a_whole():
     [
         Options(),
         Options(device="cuda", seed=7, plan=Plan(), hold="gate", hold_ms=2.5, loads=("compute",), limit_s=3.0),
-        Options(plan=Plan((LaunchId("fill", 0), LaunchId("a:b", 12))), stop_at_first_race=True, turns="/tmp/gpu.turns"),
+        Options(plan=Plan((LaunchId("fill", 0), LaunchId("a:b", 12))), max_races=1, turns="/tmp/gpu.turns"),
     ],
 )
 def test_what_a_worker_is_told_travels_as_json(options):
