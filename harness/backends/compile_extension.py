@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="a compiler flag, as --flag=-O2; one that starts with -fsanitize is the linker's as well",
     )
+    parser.add_argument("--include", action="append", default=[], help="a folder of headers, as --include=FOLDER")
     parser.add_argument("sources", nargs="+", type=Path, help="C++ files")
     options = parser.parse_args(arguments)
     # Ninja runs the compilers in process groups of their own, so only ninja can end them. It does so on SIGTERM, and
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sources=[str(source) for source in options.sources],
         extra_cflags=options.flag,
         extra_ldflags=sanitized,
-        extra_include_paths=sorted({str(source.parent) for source in options.sources}),
+        extra_include_paths=options.include,
         build_directory=str(options.folder),
         with_cuda=False,
         verbose=True,

@@ -4,6 +4,9 @@ The cache has a folder for each combination of extension, torch, Python, sources
 renaming a finished build into place: it is whole or absent. Builders take turns under a lock that the kernel releases
 when its holder dies (``torch.utils.cpp_extension`` waits for ever on the lock file that a killed build left behind).
 One build at a time also bounds the memory.
+
+Sources are compiled several at once, as one translation unit: most of what a compiler does for one of them is to read
+PyTorch's headers. So names must differ between the sources of an extension even where they are local to one.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ ENTRIES_KEPT = 16
 """Cached builds of one extension; the oldest beyond these are removed after a build."""
 PROGRESS_INTERVAL_S = 5.0
 POLL_INTERVAL_S = 0.05
+UNITS = 2
+"""Translation units that the sources of an extension are joined into, on every machine the same."""
 
 Announce = Callable[[str], None]
 
@@ -89,6 +94,21 @@ def load(
         return _import(name, job.library())
     except ImportError as error:
         raise UsageError(f"The {job.title} was built but does not load: {error}.") from error
+
+
+def join_sources(sources: Sequence[Path], folder: Path) -> list[Path]:
+    """Write translation units into ``folder`` that include the sources.
+
+    Args:
+        sources: C++ files, by absolute paths.
+        folder: an existing one.
+    """
+    units = []
+    for number in range(min(UNITS, len(sources))):
+        unit = folder / f"unit_{number}.cpp"
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources[number::UNITS]))
+        units.append(unit)
+    return units
 
 
 def cache_folder() -> Path:
@@ -258,16 +278,17 @@ class _Build:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _compile(self) -> Path:
-        environment = build_environment(len(self.sources))
+        environment = build_environment(UNITS)
         self.log.unlink(missing_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"building.{socket.gethostname()}.", dir=self.cache))
         try:
             log = folder / "build.log"
-            if not self._run_compiler(folder, log, environment):
+            units = join_sources(self.sources, folder)
+            if not self._run_compiler(folder, log, environment, units):
                 log.replace(self.log)
                 raise self._failure()
             for file in folder.iterdir():
-                if file.suffix in {".o", ".d"}:
+                if file.suffix in {".o", ".d", ".cpp"}:
                     file.unlink()
             library = folder / f"{self.name}.so"
             digest = hashlib.sha256(library.read_bytes()).hexdigest()
@@ -284,13 +305,14 @@ class _Build:
         self._remove_old_entries()
         return self.entry / f"{self.name}.so"
 
-    def _run_compiler(self, folder: Path, log: Path, environment: dict[str, str]) -> bool:
+    def _run_compiler(self, folder: Path, log: Path, environment: dict[str, str], units: Sequence[Path]) -> bool:
         package_root = Path(__file__).resolve().parents[2]
         search_path = [str(package_root), *filter(None, [environment.get("PYTHONPATH")])]
         environment = {**environment, "PYTHONPATH": os.pathsep.join(search_path)}
         command = [sys.executable, "-m", compile_extension.__name__, "--name", self.name, "--folder", str(folder)]
         command += [f"--flag={flag}" for flag in self.flags]
-        command += ["--", *map(str, self.sources)]
+        command += [f"--include={parent}" for parent in sorted({source.parent for source in self.sources})]
+        command += ["--", *map(str, units)]
         self.announce(f"Building the {self.title} for torch {self.torch_version} (once, about half a minute)")
         started = time.monotonic()
         next_report = started + PROGRESS_INTERVAL_S

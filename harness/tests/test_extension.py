@@ -44,7 +44,7 @@ print("library", library, "torch.utils.cpp_extension" in sys.modules, flush=True
 
 SLOW_COMPILER = """#!/bin/sh
 case "$*" in
-  *tiny.cpp*) echo $$ > "$MARKER.part"; mv "$MARKER.part" "$MARKER"; exec sleep 1000;;
+  *unit_0.cpp*) echo $$ > "$MARKER.part"; mv "$MARKER.part" "$MARKER"; exec sleep 1000;;
   *) exec c++ "$@";;
 esac
 """
@@ -112,7 +112,7 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replaces the compiler by one that writes any bytes at once; lists the folders it was asked to fill."""
     folders: list[Path] = []
 
-    def compile_at_once(self, folder: Path, log: Path, environment: dict[str, str]) -> bool:
+    def compile_at_once(self, folder: Path, log: Path, environment: dict[str, str], units: list[Path]) -> bool:
         folders.append(folder)
         log.write_text("compiled\n")
         (folder / "tiny.o").write_bytes(b"object")
@@ -136,6 +136,27 @@ def test_builds_once_then_loads_from_the_cache(cache: Path, source: Path) -> Non
     assert str(library) == module.__file__
     assert said == []
     assert sorted(file.name for file in cache.iterdir()) == sorted(["lock", library.parent.name])
+
+
+def test_sources_are_joined_and_see_the_headers_beside_them(cache: Path, source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "more.h").write_text("int more();\n")
+    more = [other / f"more_{number}.cpp" for number in range(3)]
+    more[0].write_text('#include "more.h"\n#include "answer.h"\nint more() { return ANSWER; }\n')
+    more[1].write_text("int second() { return 2; }\n")
+    more[2].write_text("int third() { return 3; }\n")
+    source.write_text(
+        '#include "more.h"\nint second();\nint third();\n' + SOURCE.replace(", ANSWER", ", more() + second() + third()")
+    )
+    library = extension.build("sidestream_joined", [source, *more])
+    assert extension._import("sidestream_joined", library).answer == 47
+    assert not list(library.parent.glob("*.cpp"))
+    units = extension.join_sources([source, *more], tmp_path)
+    assert [re.findall(r'"(.*)"', unit.read_text()) for unit in units] == [
+        [str(source), str(more[1])],
+        [str(more[0]), str(more[2])],
+    ]
 
 
 def test_another_build_of_a_loaded_extension_is_refused(
@@ -262,7 +283,7 @@ def test_an_entry_that_does_not_load_here_is_rebuilt(
     assert extension.load("sidestream_tiny_foreign", [source]).answer == 42
 
 
-def write_a_foreign_library(self, folder: Path, log: Path, environment: dict[str, str]) -> bool:
+def write_a_foreign_library(self, folder: Path, log: Path, environment: dict[str, str], units: list[Path]) -> bool:
     log.write_text("")
     (folder / f"{self.name}.so").write_bytes(b"for another machine")
     return True
@@ -366,7 +387,7 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, source: Path, monkeypatch:
 def test_a_full_disk_is_reported_as_an_unwritable_cache(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fill_the_disk(self, folder: Path, log: Path, environment: dict[str, str]) -> bool:
+    def fill_the_disk(self, folder: Path, log: Path, environment: dict[str, str], units: list[Path]) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(extension._Build, "_run_compiler", fill_the_disk)

@@ -55,7 +55,7 @@ bool is_node(const at::RecordFunction& function) {
   return std::strncmp(function.name(), kNodePrefix, sizeof(kNodePrefix) - 1) == 0;
 }
 
-std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
+std::unique_ptr<at::ObserverContext> on_operation_begin(const at::RecordFunction& function) {
   if (!HostOrder::active() || !is_node(function)) {
     return nullptr;
   }
@@ -65,7 +65,7 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
   return std::make_unique<NodeMark>();
 }
 
-void on_end(const at::RecordFunction&, at::ObserverContext* context) {
+void on_operation_end(const at::RecordFunction&, at::ObserverContext* context) {
   if (context && HostOrder::active()) {
     auto& order = HostOrder::get();
     order.enter(kEndOfNode, no_operation(), true);
@@ -207,7 +207,7 @@ void HostOrder::start() {
   failure_.clear();
   told_ = false;
   if (callback_ == 0) {
-    callback_ = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end).scopes({at::RecordScope::FUNCTION}));
+    callback_ = at::addGlobalCallback(at::RecordFunctionCallback(&on_operation_begin, &on_operation_end).scopes({at::RecordScope::FUNCTION}));
   }
   active_ = true;
 }

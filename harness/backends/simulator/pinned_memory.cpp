@@ -13,10 +13,10 @@
 namespace sidestream {
 namespace {
 
-constexpr int64_t kAlignment = 64;
+constexpr int64_t kPinnedAlignment = 64;
 constexpr c10::DeviceIndex kHost = -1; // as owner: neither a device nor a stream
 
-void free_context(void* context) {
+void free_pinned(void* context) {
   PinnedAllocator::get().free(*static_cast<PinnedBlock*>(context));
 }
 
@@ -43,7 +43,7 @@ c10::DataPtr PinnedAllocator::allocate(size_t size_bytes) {
       list.pop_back();
       block->cached = false;
     } else {
-      void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(std::max(rounded, kAlignment)));
+      void* memory = std::aligned_alloc(kPinnedAlignment, static_cast<size_t>(std::max(rounded, kPinnedAlignment)));
       TORCH_CHECK_WITH(
           OutOfMemoryError, memory, "The simulated accelerator found no memory for a pinned block of ", rounded, " bytes.");
       std::memset(memory, kPoison, static_cast<size_t>(rounded));
@@ -54,7 +54,7 @@ c10::DataPtr PinnedAllocator::allocate(size_t size_bytes) {
     trace_allocation(*block, kHost, kHost);
   }
   update_host_observer();
-  return {block->memory, block, &free_context, c10::Device(c10::kCPU)};
+  return {block->memory, block, &free_pinned, c10::Device(c10::kCPU)};
 }
 
 void PinnedAllocator::copy_data(void* destination, const void* source, std::size_t count) const {
@@ -74,7 +74,7 @@ PinnedBlock* PinnedAllocator::block_at(const void* pointer) {
 bool PinnedAllocator::record_use(const c10::DataPtr& storage, const void* pointer, Stream& stream) {
   Lock lock(Scheduler::get().mutex);
   PinnedBlock* block = nullptr;
-  if (storage.get_deleter() == &free_context) {
+  if (storage.get_deleter() == &free_pinned) {
     block = static_cast<PinnedBlock*>(storage.get_context());
   } else {
     auto found = blocks_.find(pointer);

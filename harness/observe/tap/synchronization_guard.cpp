@@ -67,28 +67,28 @@ class SynchronizationGuard final : public ForwardingGuard {
   }
 };
 
-const SynchronizationGuard* installed = nullptr;
+const SynchronizationGuard* installed_guard = nullptr;
 
 } // namespace
 
 void install_synchronization_guard(c10::DeviceType type) {
   const auto* const current = c10::impl::getDeviceGuardImpl(type);
-  if (current == installed) {
+  if (current == installed_guard) {
     return;
   }
-  if (installed == nullptr || installed->original() != current) {
-    installed = new SynchronizationGuard(current); // leaked: events keep a pointer to it
+  if (installed_guard == nullptr || installed_guard->original() != current) {
+    installed_guard = new SynchronizationGuard(current); // leaked: events keep a pointer to it
   }
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(type)].store(installed);
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(type)].store(installed_guard);
 }
 
 void remove_synchronization_guard() {
-  if (installed == nullptr) {
+  if (installed_guard == nullptr) {
     return;
   }
-  auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(installed->type())];
-  const c10::impl::DeviceGuardImplInterface* expected = installed;
-  registered.compare_exchange_strong(expected, installed->original());
+  auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(installed_guard->type())];
+  const c10::impl::DeviceGuardImplInterface* expected = installed_guard;
+  registered.compare_exchange_strong(expected, installed_guard->original());
 }
 
 } // namespace sidestream
