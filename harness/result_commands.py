@@ -117,7 +117,7 @@ def replay(
     if script is None:
         print(replay_command(nodeid, found.plan, found.options), file=sys.stderr, flush=True)
         raise typer.Exit(_pytest([nodeid, *options]))
-    raise typer.Exit(_pytest([nodeid, *options, "--script", script]))
+    raise typer.Exit(_pytest([nodeid, *options, f"--script={script}"]))
 
 
 def _pytest(arguments: list[str]) -> ExitCode:

@@ -68,6 +68,9 @@ class Stress:
         """How much time is left."""
         return float("inf") if self.deadline is None else self.deadline - time.time()
 
+    # Options of ours that name folders are written with =. Before it has loaded the plugin, pytest takes a word that it
+    # does not know to belong to an option for a test, and looks for its root there.
+
     def round(self, *options: str, tests: Sequence[str] | None = None, workers: Sequence[str] | None = None) -> None:
         """One call of pytest."""
         budget = [] if self.deadline is None else ["--minutes", f"{max(self.left_s(), 0.001) / 60:.6f}"]
@@ -88,8 +91,7 @@ class Stress:
 
     def fixed(self, count: int, resumes: bool) -> None:
         """The sample of fixed size."""
-        place = ["--resume", str(self.directory)] if resumes else ["--results", str(self.directory)]
-        self.round("--count", str(count), *place)
+        self.round("--count", str(count), f"--resume={self.directory}" if resumes else f"--results={self.directory}")
 
     def fresh(self, processes: int) -> None:
         """Each case once in so many processes of its own, one process at a time."""
@@ -102,16 +104,8 @@ class Stress:
                 if self.is_over or self.left_s() <= 0:
                     return
                 if (nodeid, number) not in done:
-                    place = [
-                        "--resume",
-                        str(self.directory),
-                        "--fresh",
-                        str(number),
-                        "--no-header",
-                        "--no-summary",
-                        "-q",
-                    ]
-                    self.round(*place, tests=[nodeid], workers=[])
+                    options = [f"--resume={self.directory}", f"--fresh={number}", "--no-header", "--no-summary", "-q"]
+                    self.round(*options, tests=[nodeid], workers=[])
 
     def further(self) -> Iterator[int]:
         """Rounds where the evidence is thin, as long as there is time; each gives how much it shared out."""
@@ -133,7 +127,7 @@ class Stress:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "further.json"
                 file.write_text(json.dumps(shares.repetitions))
-                self.round("--resume", str(self.directory), "--further", str(file))
+                self.round(f"--resume={self.directory}", f"--further={file}")
             yield shares.total
 
 

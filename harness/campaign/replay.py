@@ -14,6 +14,7 @@ from harness.campaign.store import RepetitionRecord
 from harness.errors import UsageError
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.hold import DEFAULT_KIND
+from harness.perturb.load import DEFAULT_MEMORY_MIB
 from harness.perturb.plan import Plan
 
 _ID = re.compile(r"[0-9a-f]{8}-f?\d+")
@@ -78,5 +79,6 @@ def _options(header: dict[str, Any]) -> Options:
         hold=DEFAULT_KIND if hold in (None, "scheduler") else hold,
         hold_ms=header.get("hold_ms"),
         loads=tuple(header.get("loads") or ()),
+        load_memory_mib=header.get("load_memory_mib", DEFAULT_MEMORY_MIB),
         fault=fault,
     )

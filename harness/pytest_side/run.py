@@ -107,12 +107,6 @@ class Run:
             self._earlier = Earlier.read(self.directory, self.options.session) if self.options.resume else Earlier()
         return self._earlier
 
-    def result(self, nodeid: str) -> CaseResult:
-        """What this process counts of a case."""
-        from harness.campaign.result import CaseResult
-
-        return self.results.setdefault(nodeid, CaseResult(nodeid))
-
     def close(self) -> None:
         """Stop the load and the timers, and close the result file."""
         if self._watchdog is not None:
@@ -169,6 +163,7 @@ def header(run: Run) -> dict[str, Any]:
         "hold_ms": options.hold_ms,
         "max_races": options.max_races,
         "loads": list(options.loads),
+        "load_memory_mib": options.load_memory_mib,
         "leave_out": str(options.fault.target) if options.fault is not None and not options.fault.misdirect else None,
         "misdirect": str(options.fault.target) if options.fault is not None and options.fault.misdirect else None,
     }

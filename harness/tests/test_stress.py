@@ -34,9 +34,9 @@ def suite(tmp_path) -> Suite:
     return new_suite(tmp_path)
 
 
-def stress(suite: Suite, *arguments: str, timeout: float = 240) -> Ran:
+def stress(suite: Suite, *arguments: str, timeout: float = 240, results: str = "run") -> Ran:
     done = subprocess.run(
-        [sys.executable, "-m", "harness", "stress", "--device", "sim", "--results", "run", *arguments],
+        [sys.executable, "-m", "harness", "stress", "--device", "sim", "--results", results, *arguments],
         cwd=suite.folder,
         env=suite.environment(),
         text=True,
@@ -119,6 +119,13 @@ def test_a_case_is_stopped_after_its_races_and_controls_go_on(suite):
     counts = Counter(record.nodeid.split("::")[1] for record in records(suite))
     assert counts == {"test_unordered": 4, "test_ordered": 30, "test_control": 30}
     assert numbers_of(suite)["test_unordered"]["stopped"]
+
+
+def test_results_may_be_anywhere(suite, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    ran = stress(suite, "--count", "6", "-n", "1", "--minutes", "0.4", "--fresh", "1", results=str(elsewhere / "run"))
+    assert ran.code == 0, ran.output
+    assert len(list(read_run(elsewhere / "run"))) > 7
 
 
 def test_until_a_race(suite):
