@@ -243,10 +243,10 @@ from harness.campaign.result import CaseResult
 from harness.campaign.store import RepetitionRecord
 from harness.perturb.enumerate_plans import cycle_length, plan_for_repetition
 from harness.perturb.plan import LaunchId
-order = [LaunchId("side", index) for index in range(12)]
-result = CaseResult("case", cycle_length=cycle_length(12), launches=12)
+order = [LaunchId("side", index) for index in range(60)]
+result = CaseResult("case", cycle_length=cycle_length(60), launches=60)
 for number in range(1_000_000):
-    plan = str(plan_for_repetition(number, order, 0)) if number % 10 == 0 or number < 1000 else "baseline"
+    plan = str(plan_for_repetition(number, order, 0)) if number % 7 == 0 or number < 1000 else "baseline"
     result.add(RepetitionRecord("case", number, plan, "pass", 1.0))
     if number == 20_000:
         early = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
