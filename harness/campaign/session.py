@@ -107,8 +107,7 @@ class Session:
         return load
 
     def _open_turns(self) -> Turns:
-        # A gate keeps no multiprocessor busy and has no length that another process' kernels could eat up.
-        if self.options.turns is None or (self.holds_by_gate and not self.options.loads):
+        if self.options.turns is None:
             return Turns(None)
         # Between turns the load rests as well. It takes milliseconds to fill its queue, so its turns are longer.
         return Turns(

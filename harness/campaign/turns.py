@@ -2,7 +2,7 @@
 
 Kernels of two processes do not run side by side on a GPU (without MPS); the driver slices its time between them. A hold
 of one process would then stretch the repetitions of the others, and be stretched in turn. So the processes take turns,
-and overlap only in what they do on the host. Held by gates, and without a load, they need none.
+and overlap only in what they do on the host.
 """
 
 from __future__ import annotations

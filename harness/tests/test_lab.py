@@ -530,22 +530,6 @@ def test_the_load_is_measured_in_a_turn_and_rests_when_the_turn_has_ended(tmp_pa
     assert seen[3:] == [("rests", "taken"), ("stops", "free")]
 
 
-@pytest.mark.parametrize(
-    ("gates", "loads", "takes_turns"), [(False, (), True), (True, (), False), (True, ("a",), True)]
-)
-def test_gates_without_a_load_need_no_turns(tmp_path, monkeypatch, gates, loads, takes_turns):
-    path = tmp_path / "gpu.turns"
-    monkeypatch.setattr(Session, "holds_by_gate", gates)
-    monkeypatch.setattr(Session, "_use_gates", lambda session: None)
-    monkeypatch.setattr(Session, "_start_load", lambda session: None)
-    session = Session(Options(loads=loads, turns=str(path)))
-    with session.turns.turn():
-        assert path.exists() is takes_turns
-        assert not (takes_turns and is_free(path))
-    monkeypatch.undo()  # the simulator, which this is in truth, has no gates to give up
-    session.close()
-
-
 def test_a_load_that_cannot_start_leaves_the_turn_to_the_others(tmp_path, monkeypatch):
     def fail(session):
         raise InfrastructureError("The compute load cannot run.")
