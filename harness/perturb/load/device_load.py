@@ -247,11 +247,18 @@ class DeviceLoad:
                 self._stopping.wait((time.perf_counter() - began) * (1 / self._intensity - 1))
 
 
+_POOLS: list[Any] = []
+"""Every pool of this process, kept: where one was destroyed while another thread allocated from its own (two loads that
+stop), the process ended, on torch 2.11."""
+
+
 @contextlib.contextmanager
 def _memory_of(work: type[Work]) -> Iterator[None]:
     """What the work allocates comes from a pool of its own, unless it is there to disturb the cases'."""
     if work.uses_tested_allocator:
         yield
         return
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+    pool = torch.cuda.MemPool()
+    _POOLS.append(pool)
+    with torch.cuda.use_mem_pool(pool):
         yield
