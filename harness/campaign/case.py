@@ -139,7 +139,7 @@ class Case:
             )
         baseline = self.once(Plan())
         again = {launch.id for launch in baseline.recording.launches()}
-        if again != set(launches):
+        if again != set(launches) and not baseline.judgement.races:  # which may be why, where the host reads the value
             differing = ", ".join(map(str, sorted(again ^ set(launches))))
             raise self._varies(f"{differing} only sometimes")
         frees = [entry for entry in serial.recording.trace if type(entry) is Free]

@@ -491,6 +491,27 @@ def test_a_control_with_the_wrong_aim_is_a_case_error(session, own_lab, aim, sen
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("races", [True, False])
+def test_a_race_may_be_why_a_body_does_not_launch_the_same_each_time(session, races):
+    lab = session.lab()
+    body = (unordered if races else ordered)(lab)
+    calls: list[None] = []
+
+    def branching():
+        body()
+        calls.append(None)
+        if len(calls) > 1:  # as after a host's look at a value that was not there yet
+            with lab.stream("ambient"):
+                torch.zeros(4, device=lab.device)
+
+    case = Case("test_x.py::test_x", branching, session, lab, None)
+    if races:
+        assert case.discover().launches
+    else:
+        with pytest.raises(CaseError, match="does not launch the same each time"):
+            case.discover()
+
+
 def test_a_load_on_the_simulator_is_a_usage_error():
     with pytest.raises(UsageError, match="--load compute needs a real device"):
         Session(Options(loads=("compute",)))
