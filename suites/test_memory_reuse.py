@@ -248,7 +248,11 @@ def test_the_last_view_frees_the_memory(lab, order):
         lab.observe(tripled, 6.0)
 
 
-def read_on_two_streams(lab, before_free):
+def go_on(stream):
+    pass
+
+
+def read_on_two_streams(lab, before_free, before_reuse=go_on):
     owner, first, second = lab.stream("owner"), lab.stream("first"), lab.stream("second")
     tensor = full(owner, 2.0)
     first.wait_stream(owner)
@@ -259,6 +263,7 @@ def read_on_two_streams(lab, before_free):
         doubled = tensor * 2
     before_free(owner, first, second, tensor)
     del tensor
+    before_reuse(second)
     reuse(lab, owner)
     with first:
         lab.observe(tripled, 6.0)
@@ -315,7 +320,7 @@ def test_read_on_two_streams(lab, before_free):
 @pytest.mark.parametrize("before_free", [record_one, record_one_that_waits_too_late])
 def test_read_on_two_streams_of_which_one_is_recorded(lab, before_free):
     """The same with one of the two recorded, which the other one waits for at most: the other's read is unprotected."""
-    read_on_two_streams(lab, before_free)
+    read_on_two_streams(lab, before_free, torch.Stream.synchronize)  # until then the recording keeps the memory back
 
 
 def uninitialized_on_another_stream(lab, order):
@@ -420,7 +425,7 @@ def test_overlapping_parts_of_a_flat_buffer_without_a_wait(lab):
     overlapping_parts(lab, lambda two, one: None)
 
 
-def parts_given_up(lab, recorded):
+def parts_given_up(lab, recorded, before_reuse=go_on):
     owner, one, two = lab.stream("owner"), lab.stream("one"), lab.stream("two")
     flat = full(owner, 2.0)
     first, second = flat.chunk(2)
@@ -433,6 +438,7 @@ def parts_given_up(lab, recorded):
     for part, stream in recorded(first, second, one, two):
         part.record_stream(stream)
     del flat, first, second, part
+    before_reuse(two)
     reuse(lab, owner)
     with one:
         lab.observe(tripled, 6.0)
@@ -450,7 +456,7 @@ def test_parts_of_a_flat_buffer_are_recorded_on_their_own_streams(lab):
 @pytest.mark.control(NEITHER, aim="one")
 def test_parts_of_a_flat_buffer_are_recorded_on_one_stream_only(lab):
     """The same with both parts recorded on one of the two streams: the other one's part goes with the rest."""
-    parts_given_up(lab, lambda first, second, one, two: [(first, two), (second, two)])
+    parts_given_up(lab, lambda first, second, one, two: [(first, two), (second, two)], torch.Stream.synchronize)
 
 
 @pytest.mark.contract(BACKWARD_STREAMS)
