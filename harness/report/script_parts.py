@@ -4,6 +4,9 @@ HEAD = """
 _TRIALS = 5
 _SLEEP_CYCLES = 40_000_000  # about 20 ms on an H200
 _DEVICE = torch.accelerator.current_accelerator()
+if _DEVICE is None or not torch.accelerator.is_available():
+    print("This needs an accelerator that torch finds (CUDA, ROCm), and there is none.", file=sys.stderr)
+    sys.exit(3)
 """
 
 LAB = '''

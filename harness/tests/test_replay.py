@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,6 +185,10 @@ def test_the_script_of_a_planted_race_shows_it_and_imports_nothing_of_ours(suite
     ran = harness(suite, "replay", record.id, "--script", str(path))
     assert ran.code == 0, ran.output
     assert imports_of(path) == {"contextlib", "sys", "torch"}
+    if not torch.cuda.is_available():
+        ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout) == (3, ""), ran.stderr
+        assert ran.stderr.startswith("This needs an accelerator that torch finds")
     code, output = in_virtual_time(path)
     assert code == 1, output
     assert "5 of 5 trials were wrong" in output
@@ -200,6 +205,7 @@ def test_the_script_of_a_safe_case_shows_nothing(suite):
 IN_BACKWARD = """
 import functools
 import pytest
+import torch
 import torch
 
 SCALES = {"three": 3.0}
