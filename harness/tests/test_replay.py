@@ -186,9 +186,9 @@ def test_the_script_of_a_planted_race_shows_it_and_imports_nothing_of_ours(suite
     assert ran.code == 0, ran.output
     assert imports_of(path) == {"contextlib", "sys", "torch"}
     if not torch.cuda.is_available():
-        ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
-        assert (ran.returncode, ran.stdout) == (3, ""), ran.stderr
-        assert ran.stderr.startswith("This needs an accelerator that torch finds")
+        alone = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+        assert (alone.returncode, alone.stdout) == (3, ""), alone.stderr
+        assert alone.stderr.startswith("This needs an accelerator that torch finds")
     code, output = in_virtual_time(path)
     assert code == 1, output
     assert "5 of 5 trials were wrong" in output
