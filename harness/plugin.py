@@ -24,7 +24,7 @@ from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 from harness.pytest_side.options import LAST_RUN, add_options, options_of
 from harness.pytest_side.repetitions import repetition_count, run_case
-from harness.pytest_side.reporting import Recorder, settle_exit_code, shown, write_terminal_summary
+from harness.pytest_side.reporting import Recorder, settle_exit_code, write_terminal_summary
 from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run, announce, describe, header
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     import torch
 
     from harness.backends import hidden_races
+    from harness.report.paths import shown
 
     options = run.options
     lines = [

@@ -14,7 +14,6 @@ from harness.campaign.store import CaseDefinition, RepetitionRecord, ResultWrite
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
 from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.exit_codes import ExitCode
-from harness.judge.happens_before import describe as describe_access
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
 from harness.observe.synchronizations import Fault
@@ -366,7 +365,7 @@ class Case:
         )
         if failed:
             record.message = "; ".join([*map(str, judgement.mismatches), *map(str, judgement.races)])[:2000]
-            result.describe_failure(_reason(repetition), describe(self, repetition), len(judgement.raced_by))
+            result.describe_failure(repetition.reason, describe(self, repetition), len(judgement.raced_by))
         writer.write(record)
         result.add(record)
 
@@ -392,15 +391,3 @@ class Case:
                 f"--plan {plan} names {', '.join(map(str, unknown))}, which {self.nodeid} does not launch; it launches "
                 f"{', '.join(map(str, discovery.launches))}."
             )
-
-
-def _reason(repetition: Repetition) -> str:
-    """What repetitions that failed for the same reason have in common."""
-    judgement = repetition.judgement
-    if judgement.races:
-        return "; ".join(
-            f"{race.kind} {describe_access(race.first)} {describe_access(race.second)}" for race in judgement.races
-        )
-    if judgement.mismatches:
-        return f"a wrong value, {len(judgement.mismatches)} observations"
-    return judgement.verdict.value

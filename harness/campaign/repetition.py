@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.campaign.lab import Lab
+from harness.judge.happens_before import describe
 from harness.judge.values import Mismatch, compare
 from harness.judge.verdict import Judgement, judge
 from harness.observe.holds import HoldOutcome
@@ -29,6 +30,16 @@ class Repetition:
     def holds(self) -> list[HoldOutcome]:
         """What became of each hold of the plan."""
         return self.recording.holds
+
+    @property
+    def reason(self) -> str:
+        """What repetitions that failed for the same reason have in common: the racing accesses, say."""
+        judgement = self.judgement
+        if judgement.races:
+            return "; ".join(f"{race.kind} {describe(race.first)} {describe(race.second)}" for race in judgement.races)
+        if judgement.mismatches:
+            return f"a wrong value, {len(judgement.mismatches)} observations"
+        return judgement.verdict.value
 
 
 def run_repetition(

@@ -15,7 +15,6 @@ from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run
 if TYPE_CHECKING:
     from harness.campaign.case import Case
     from harness.campaign.lab import Lab
-    from harness.campaign.repetition import Repetition
 
 
 def repetition_count(item: pytest.Item) -> int | None:
@@ -45,8 +44,8 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     from harness.campaign.resume import Earlier
     from harness.judge.verdict import Verdict
     from harness.markers import control_of
-    from harness.report.failure import describe_failure
     from harness.report.outcome import outcome_of
+    from harness.report.races import RaceKeeper
 
     run = pyfuncitem.config.stash[RUN]
     nodeid, position, slices = distribution.split(pyfuncitem.nodeid)
@@ -90,16 +89,13 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     pyfuncitem.stash[RESULT] = result
     if run.options.is_late() and not result.repetitions:
         return  # the summary says so
-
-    def describe(case: Case, repetition: Repetition) -> str:
-        return describe_failure(case, repetition, run.options, run.device)
-
+    keeper = RaceKeeper(run.directory, run.options, run.device)
     try:
         if run.options.fresh is not None:
-            case.run_fresh(run.options.fresh, result, run.writer(), run.watchdog(), describe)
+            case.run_fresh(run.options.fresh, result, run.writer(), run.watchdog(), keeper.describe)
         else:
             progress = run.progress.repetition if run.progress is not None else lambda: None
-            case.run(numbers, result, run.writer(), run.watchdog(), describe, progress)
+            case.run(numbers, result, run.writer(), run.watchdog(), keeper.describe, progress)
     except InfrastructureError as error:
         run.broken = str(error)
         raise
@@ -115,6 +111,8 @@ def run_case(pyfuncitem: pytest.Function) -> None:
             pytest.fail(text, pytrace=False)
         raise
     finally:
+        if keeper.failure is not None:
+            run.failures.append(keeper.failure)
         run.session().turns.end()
     if slices == 1:
         text = outcome_of(result).text

@@ -77,6 +77,7 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
     """Say what the run proved."""
     from harness.judge.verdict import Verdict
     from harness.report.outcome import outcome_of
+    from harness.report.paths import shown
     from harness.report.summary import write_summary
 
     controller = config.pluginmanager.getplugin("sidestream-controller")
@@ -124,9 +125,3 @@ def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Conf
         )
     else:
         terminalreporter.write_line(f"twins: {path}")
-
-
-def shown(path: Path) -> str:
-    """A path as a user here would write it."""
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else shown

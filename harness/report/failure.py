@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import linecache
 import shlex
+from pathlib import Path
 
-from harness.campaign.case import Case, Discovery
+from harness.campaign.case import Case
 from harness.campaign.options import Options
 from harness.campaign.repetition import Repetition
 from harness.campaign.store import repetition_id
 from harness.judge.happens_before import Race
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
-from harness.observe.trace import Free, HostAccess, Launch, SourceLine, Trace
+from harness.observe.trace import HostAccess, Launch, SourceLine
 from harness.perturb.hold import DEFAULT_KIND, GATE_LIMIT_MS
 from harness.perturb.load import DEFAULT_MEMORY_MIB
 from harness.perturb.plan import Plan
+from harness.report.paths import shown
+from harness.report.source_lines import SourceLines, code_of
 
 NOT_FLAKY = (
     "A wrong value or an unordered access is never 'just flaky': it is a bug in PyTorch, in the driver or in this "
@@ -23,8 +25,18 @@ NOT_FLAKY = (
 )
 
 
-def describe_failure(case: Case, repetition: Repetition, options: Options, device: str) -> str:
-    """What a failed repetition says to whoever reads pytest's output."""
+def describe_failure(
+    case: Case, repetition: Repetition, options: Options, device: str, timeline: Path | None = None
+) -> str:
+    """What a failed repetition says to whoever reads pytest's output.
+
+    Args:
+        case: the case.
+        repetition: of it.
+        options: of the run.
+        device: the accelerator, in words.
+        timeline: the file that has the repetition as a Chrome trace.
+    """
     judgement = repetition.judgement
     discovery = case.discovery
     assert discovery is not None
@@ -33,7 +45,7 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
         f"  case     {case.nodeid}",
         f"  device   {device}",
         f"  plan     {repetition.plan} (repetition {repetition.number}, seed {options.seed})",
-        f"  id       {repetition_id(case.nodeid, repetition.number)}",
+        f"  id       {repetition_id(case.nodeid, repetition.number, fresh=case.fresh)}",
     ]
     if options.fault is not None:
         done = "misdirected" if options.fault.misdirect else "left out"
@@ -41,7 +53,7 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
     for mismatch in judgement.mismatches:
         lines.append(f"  value    {mismatch}")
         lines += _code(mismatch.line)
-    lines += _races(judgement.races, discovery, repetition.recording.trace)
+    lines += _races(judgement.races, SourceLines(repetition.recording.trace, discovery))
     for outcome in repetition.holds:
         held = discovery.launches.get(outcome.launch)
         what = f" ({held.operation})" if held else ""
@@ -52,6 +64,8 @@ def describe_failure(case: Case, repetition: Repetition, options: Options, devic
     if judgement.disagreement:
         lines.append(f"  note     {judgement.disagreement}")
     lines.append(f"  replay   {replay_command(case.nodeid, repetition.plan, options)}")
+    if timeline is not None:
+        lines.append(f"  timeline {shown(timeline)} (open it at ui.perfetto.dev)")
     if judgement.verdict is Verdict.RACE and options.fault is None:
         lines.append(f"  {NOT_FLAKY}")
     return "\n".join(lines)
@@ -104,7 +118,7 @@ def _headline(repetition: Repetition) -> str:
     return f"{judgement.verdict.value}: {' and '.join(seen)}"
 
 
-def _races(races: list[Race], discovery: Discovery, trace: Trace) -> list[str]:
+def _races(races: list[Race], source: SourceLines) -> list[str]:
     """The races. Of those of one line of the host, which may use many operators (printing does), the first stands for
     all."""
     lines: list[str] = []
@@ -112,14 +126,14 @@ def _races(races: list[Race], discovery: Discovery, trace: Trace) -> list[str]:
     for race in races:
         place = None
         if isinstance(race.second, HostAccess):
-            line = _line_of_host_access(race.second, discovery, trace)
+            line = source.of(race.second)
             place = (id(race.first), line) if line else None
         if place is not None and place in told:
             told[place] += 1
             continue
         if place is not None:
             told[place] = 0
-        lines += _race(race, discovery, trace)
+        lines += _race(race, source)
     more = sum(told.values())
     if more:
         verb = "race is" if more == 1 else "races are"
@@ -127,26 +141,21 @@ def _races(races: list[Race], discovery: Discovery, trace: Trace) -> list[str]:
     return lines
 
 
-def _race(race: Race, discovery: Discovery, trace: Trace) -> list[str]:
+def _race(race: Race, source: SourceLines) -> list[str]:
     lines = [f"  race     {race.kind}, bytes {race.start} to {race.stop} of block {race.block}"]
     for word, access in (("first", race.first), ("second", race.second)):
+        line = source.of(access)
         if isinstance(access, Launch):
-            # Repetitions run without source lines, which would slow them down; the lines come from the discovery.
-            known = discovery.launches.get(access.id, access)
             # A backward launch is known by the forward operation that its node belongs to.
             node = f" in {access.node} of the forward" if access.node else ""
-            lines.append(f"    {word:<7}{access.operation} on {access.id}{node}{_at(known.line)}")
-            lines += _code(known.line)
+            what = f"{access.operation} on {access.id}{node}"
         elif isinstance(access, HostAccess):
-            line = _line_of_host_access(access, discovery, trace)
-            node = f" in {access.node}" if access.node else ""
-            lines.append(f"    {word:<7}{access.operation} on the host{node}{_at(line)}")
-            lines += _code(line)
+            what = f"{access.operation} on the host" + (f" in {access.node}" if access.node else "")
         else:
-            line = _line_of_free(access, discovery, trace)
             owner = f"owned by {access.stream}" if access.stream else "which is pinned memory"
-            lines.append(f"    {word:<7}free of the block, {owner}{_at(line)}")
-            lines += _code(line)
+            what = f"free of the block, {owner}"
+        lines.append(f"    {word:<7}{what}{_at(line)}")
+        lines += _code(line)
     lines.append(f"    missing {race.missing_wait}")
     if isinstance(race.second, Launch) and race.second.node and not race.reused:
         lines.append(
@@ -155,23 +164,10 @@ def _race(race: Race, discovery: Discovery, trace: Trace) -> list[str]:
     return lines
 
 
-def _line_of_free(free: Free, discovery: Discovery, trace: Trace) -> SourceLine | None:
-    # Frees have no names; their order, which is the host's, tells them apart.
-    position = next(number for number, entry in enumerate(e for e in trace if type(e) is Free) if entry is free)
-    known = discovery.frees[position] if position < len(discovery.frees) else None
-    return known.line if known is not None and known.stream == free.stream else None
-
-
-def _line_of_host_access(access: HostAccess, discovery: Discovery, trace: Trace) -> SourceLine | None:
-    position = next(number for number, entry in enumerate(e for e in trace if type(e) is HostAccess) if entry is access)
-    known = discovery.host_accesses[position] if position < len(discovery.host_accesses) else None
-    return known.line if known is not None and known.operation == access.operation else None
-
-
 def _at(line: SourceLine | None) -> str:
     return "" if line is None else f", {line}"
 
 
 def _code(line: SourceLine | None) -> list[str]:
-    text = linecache.getline(line.file, line.line).strip() if line else ""
+    text = code_of(line)
     return [f"             {text}"] if text else []

@@ -195,7 +195,7 @@ MISMATCH = Mismatch("observation 0", SourceLine("nowhere.py", 17), "poison", "15
 def described(failed: Repetition, *, accesses: int = 1, device: str = "sim", hold: str = "sleep") -> list[str]:
     """The lines of the text; ``accesses`` by the host were known to the discovery, all on one line."""
     discovery = dataclasses.replace(DISCOVERY, host_accesses=DISCOVERY.host_accesses * accesses)
-    case = SimpleNamespace(nodeid=CASE, discovery=discovery)
+    case = SimpleNamespace(nodeid=CASE, discovery=discovery, fresh=False)
     return describe_failure(case, failed, Options(device=device, hold=hold, seed=7), "a GPU").splitlines()  # type: ignore[arg-type]
 
 
