@@ -78,5 +78,5 @@ def test_wrong_value_that_no_trace_of_accesses_explains(trace: Trace | None) -> 
 
 def test_verdicts_and_states_print_as_their_words() -> None:
     assert [str(verdict) for verdict in Verdict] == ["pass", "race", "timeout", "infra", "inconclusive"]
-    assert [f"{state}" for state in HoldState] == ["pending", "forced", "ran", "missing"]
+    assert [f"{state}" for state in HoldState] == ["pending", "forced", "ran", "expired", "missing"]
     assert Verdict("race") is Verdict.RACE
