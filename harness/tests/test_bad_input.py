@@ -116,12 +116,12 @@ def test_full_disk_loses_no_result(suite):
     """Results that cannot be written are counted all the same, and the summary says so."""
     if not os.path.exists("/dev/full"):
         pytest.fail("this test needs /dev/full")
-    # The result file of the only process becomes a link to a device that is always full.
+    # The open result file of the only process becomes a device that is always full.
     (suite.folder / "conftest.py").write_text(
-        "import os\nimport pathlib\n\npytest_plugins = ['harness.plugin']\n\n"
+        "import os\n\npytest_plugins = ['harness.plugin']\n\n"
         "def pytest_collection_finish(session):\n"
         "    from harness.pytest_side.run import RUN\n"
-        "    os.symlink('/dev/full', pathlib.Path(session.config.stash[RUN].directory) / 'main.jsonl')\n"
+        "    os.dup2(os.open('/dev/full', os.O_WRONLY), session.config.stash[RUN].writer()._results)\n"
     )
     ran = suite.run("--count", "20")
     assert ran.code == 0, ran.output
