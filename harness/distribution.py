@@ -27,6 +27,7 @@ from harness.judge.verdict import Verdict
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.load.load import LoadReport
 from harness.perturb.plan import Plan
+from harness.report.junit import properties
 from harness.report.outcome import outcome_of
 from harness.report.progress import Tail, Ticker, terminal_progress
 
@@ -212,6 +213,8 @@ class _Slices:
             worst = max if when == "setup" and text is not None else min
             report = worst(reports, key=_badness) if reports else _empty_call(nodeid, self.setups)
             report.nodeid = nodeid
+            # Those of the slices are of their shares; pytest writes those of the teardown.
+            report.user_properties = properties(result)
             report.duration = sum(each.duration for each in reports)
             if when == "call" or (when == "setup" and not report.passed):
                 report.sidestream = result.to_json()

@@ -44,6 +44,7 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     from harness.campaign.resume import Earlier
     from harness.judge.verdict import Verdict
     from harness.markers import control_of
+    from harness.report.junit import properties
     from harness.report.outcome import outcome_of
     from harness.report.races import RaceKeeper
 
@@ -111,6 +112,7 @@ def run_case(pyfuncitem: pytest.Function) -> None:
             pytest.fail(text, pytrace=False)
         raise
     finally:
+        pyfuncitem.user_properties += properties(result)
         if keeper.failure is not None:
             run.failures.append(keeper.failure)
         run.session().turns.end()
