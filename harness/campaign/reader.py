@@ -77,6 +77,7 @@ class Run:
         last: RepetitionRecord | None = None
         header: dict[str, Any] = {}
         damage = _Damage()
+        now_s: float | None = None
         cases = self._cases or {}
         try:
             with path.open("rb") as lines:
@@ -94,6 +95,9 @@ class Run:
                                 damage.undefined += 1
                                 continue
                             last = _record(line, cases[line["k"]], worker, header)
+                            if now_s is not None:
+                                now_s += last.duration_us * 1e-6
+                                last.ended_s = now_s
                         elif "header" in line:
                             header = read.headers[worker] = dict(line["header"])
                             damage.schema = None if header.get("schema") == SCHEMA else header.get("schema", 1)
@@ -103,6 +107,7 @@ class Run:
                             continue
                         elif "case" in line:
                             CaseDefinition.from_json(line)
+                            now_s = float(line["t"]) if "t" in line else None
                             continue
                         else:
                             raise KeyError("k")

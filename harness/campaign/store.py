@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ class RepetitionRecord:
     """The load beside it, as ``--load`` names it; set when it is read."""
     hold: str = ""
     """How launches were held, as ``--hold`` names it; set when it is read."""
+    ended_s: float | None = field(default=None, compare=False)
+    """When it ended, in seconds since the epoch; set when it is read, and None where the file does not tell."""
 
     @property
     def id(self) -> str:
@@ -179,7 +182,7 @@ class ResultWriter:
         """Say what holds for all repetitions of a case, before the first of them."""
         self._definition = definition
         self._since_definition = 0
-        self._append(_encode(definition.to_json()))
+        self._append(_encode({**definition.to_json(), "t": round(time.time(), 1)}))
 
     def write(self, record: RepetitionRecord) -> None:
         """Append one repetition."""

@@ -89,6 +89,7 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
     for answer in run.answers:
         terminalreporter.write_line(answer)
     if not run.results:
+        _write_warnings(terminalreporter, run)
         return
     for nodeid, result in run.results.items():
         # Cases that were cut off have no report, but a race that they have shown is known all the same.
@@ -99,12 +100,16 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
 
     write_summary(terminalreporter, run.results, run.options, run.load_reports, time.monotonic() - run.started)
     terminalreporter.write_line(f"results: {shown(run.directory)}")
+    _write_warnings(terminalreporter, run)
+
+
+def _write_warnings(terminalreporter: pytest.TerminalReporter, run: Run) -> None:
     for failure in dict.fromkeys(run.failures):
         terminalreporter.write_line(f"warning: {failure}", yellow=True)
 
 
 def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Config, run: Run) -> None:
-    from harness.report.twins import write_twins, write_twins_json
+    from harness.report.twins import TWINS, write_twins, write_twins_json
 
     studies = [study for _, study in sorted(run.studies.items())]
     if config.option.csan:
@@ -114,6 +119,10 @@ def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Conf
         if warning is not None:
             terminalreporter.write_line(f"warning: {warning}", yellow=True)
     write_twins(terminalreporter, studies, run.options)
+    try:
+        write_twins_json(run.directory / TWINS, studies, run.options)
+    except OSError as error:
+        run.failures.append(f"the twins could not be written to {run.directory}: {error.strerror}.")
     path = config.option.twins_json
     if path is None:
         return

@@ -23,6 +23,9 @@ from harness.report.tables import add_by_file, new_table, rate, rendered
 SEERS = (VALUES, HAPPENS_BEFORE, "csan")
 """Who can notice that a synchronization is missing: the two oracles, and PyTorch's CUDA Sanitizer."""
 
+TWINS = "twins.json"
+"""The file of a run's folder that has its twins."""
+
 _MOST_LISTED = 12
 """Of survivors, and of disagreements; they come in dozens, one a parametrization."""
 

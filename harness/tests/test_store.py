@@ -70,7 +70,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_keys_are_the_documented_ones(tmp_path: Path) -> None:
     written(tmp_path, record(holds="pending"), full_record()).close()
     lines = [json.loads(line) for line in (tmp_path / "main.jsonl").read_text().splitlines()]
-    assert list(lines[1]) == ["case", "n", "oracles"]
+    assert list(lines[1]) == ["case", "n", "oracles", "t"]
     assert list(lines[2]) == ["k", "r", "p", "us"]
     assert list(lines[3]) == ["k", "r", "p", "us", "v", "a", "by", "h", "m"]
     written(tmp_path, record(adaptive=True, fresh=True), worker="gw0").close()
@@ -78,6 +78,13 @@ def test_keys_are_the_documented_ones(tmp_path: Path) -> None:
     keys |= CaseDefinition("n", 1, 1, 2, "unsafe", True).to_json().keys()
     documented = set(re.findall(r"^\| `(\w+)`", (REPOSITORY / "docs" / "results.md").read_text(), re.MULTILINE))
     assert keys <= documented
+
+
+def test_repetitions_are_told_when_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.campaign.store.time.time", lambda: 1000.0)
+    written(tmp_path, record(0), record(1)).close()
+    duration_s = record(0).duration_us * 1e-6
+    assert [one.ended_s for one in read_run(tmp_path)] == pytest.approx([1000.0 + duration_s, 1000.0 + 2 * duration_s])
 
 
 def test_properties_read_to_the_end_first(tmp_path: Path) -> None:
