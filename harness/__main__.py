@@ -204,6 +204,7 @@ for command in (
     stress.stress,
     result_commands.numbers,
     result_commands.compare,
+    result_commands.report,
     result_commands.reduce,
     result_commands.replay,
 ):

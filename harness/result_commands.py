@@ -1,4 +1,4 @@
-"""The commands about results: numbers, compare, reduce, replay."""
+"""The commands about results: numbers, compare, report, reduce, replay."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def compare(
     else:
         _print(comparison_tables(found, problems))
     raise typer.Exit(int(found.exit_code))
+
+
+def report(
+    directories: Folders = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="the file (default: report.html in the first folder)")
+    ] = None,
+) -> None:
+    """Write one HTML file of any number of runs: outcomes, rates, races with their timelines, load, environment."""
+    from harness.campaign.reader import find_runs
+    from harness.campaign.run_directory import last_run_directory
+    from harness.report.html import Report, write_html
+
+    folders = directories or [last_run_directory(Path.cwd())]
+    path = html if html is not None else folders[0] / "report.html"
+    write_html(path, Report.of(find_runs(folders)))
+    print(path)
 
 
 def reduce(

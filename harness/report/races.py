@@ -178,6 +178,8 @@ def _excerpt(line: SourceLine) -> list[tuple[int, str]]:
     code = [(number, linecache.getline(line.file, number).rstrip()) for number in numbers]
     while code and not code[-1][1]:
         code.pop()
+    while code and not code[0][1]:
+        code.pop(0)
     indent = min((len(text) - len(text.lstrip()) for _, text in code if text), default=0)
     return [(number, text[indent:]) for number, text in code]
 
