@@ -108,10 +108,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(config, "workerinput") or config.option.collectonly or config.option.showfixtures:
         return
     try:
-        _refuse_hiding_settings(run)
+        from harness.backends import hidden_races
         from harness.backends.select import open_backend
         from harness.campaign import environment
 
+        hidden_races.refuse(os.environ, run.options.device)
         backend = open_backend(run.options.device, announce)
         run.device = describe(backend)
         run.directory = _directory(config, run)
@@ -131,14 +132,6 @@ def _directory(config: pytest.Config, run: Run) -> Path:
         resume.require_same_settings(directory, header(run))
         return directory
     return run_directory.use_run_directory(Path(chosen)) if chosen else run_directory.new_run_directory(config.rootpath)
-
-
-def _refuse_hiding_settings(run: Run) -> None:
-    from harness.backends import hidden_races
-
-    refused = [finding for finding in hidden_races.find(os.environ, run.options.device) if finding.refuse]
-    if refused:
-        raise UsageError(" ".join(f"{finding.setting} is set: {finding.effect} Unset it." for finding in refused))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

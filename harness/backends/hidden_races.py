@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from harness.errors import UsageError
+
 _DEFAULT_CUDA_CONNECTIONS = 8
 _DEFAULT_HIP_QUEUES = 4
 
@@ -141,3 +143,14 @@ def find(environ: Mapping[str, str], device: str) -> list[Finding]:
         for setting in _SETTINGS
         if device_type in setting.devices and setting.name in environ and setting.in_force(environ[setting.name])
     ]
+
+
+def refuse(environ: Mapping[str, str], device: str) -> None:
+    """Refuse to run where that would prove nothing.
+
+    Raises:
+        UsageError: a setting in force hides races.
+    """
+    refused = [finding for finding in find(environ, device) if finding.refuse]
+    if refused:
+        raise UsageError(" ".join(f"{finding.setting} is set: {finding.effect} Unset it." for finding in refused))

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from harness.backends.hidden_races import Finding, find
+from harness.backends.hidden_races import Finding, find, refuse
+from harness.errors import UsageError
 
 
 def only(environ: dict[str, str], device: str = "cuda") -> Finding:
@@ -94,3 +95,9 @@ def test_all_that_is_set_is_found_and_each_in_one_sentence() -> None:
     assert [finding.setting.partition("=")[0] for finding in findings] == list(environ)
     for finding in findings:
         assert re.fullmatch(r"[a-z][^.]*\.", finding.effect)
+
+
+def test_what_would_prove_nothing_is_refused_in_a_sentence_each() -> None:
+    refuse({"CUDA_LAUNCH_BLOCKING": "0", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "cuda")
+    with pytest.raises(UsageError, match=r"^CUDA_LAUNCH_BLOCKING=1 is set: the host waits .* Unset it\.$"):
+        refuse({"CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "cuda")
