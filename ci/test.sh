@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 suite_count=40
-parts=(ruff format mypy harness suite twins)
+parts=(ruff format mypy harness canary suite twins)
 
 usage() {
     cat <<END
@@ -17,6 +17,7 @@ Prepares an environment and runs, each whatever became of the one before:
     format     ruff format --check
     mypy       mypy
     harness    the harness's own tests: pytest harness/tests, with your pytest options
+    canary     planted races, each of which must be found, or the rest proves nothing: harness canary --device sim
     suite      the suite on the simulated accelerator: pytest --count $suite_count --device sim
     twins      the suite's power on it: every synchronization left out, one at a time: harness twins --device sim
 
@@ -61,6 +62,7 @@ run_part ruff ruff check .
 run_part format ruff format --check .
 run_part mypy mypy
 run_part harness pytest harness/tests -n auto --dist worksteal ${options[@]+"${options[@]}"}
+run_part canary harness canary --device sim
 run_part suite pytest -n auto --count "$suite_count" --device sim
 run_part twins harness twins --device sim -n auto
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import harness
-from harness import result_commands, stress
+from harness import doctor_commands, result_commands, stress
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 
@@ -207,6 +207,8 @@ for command in (
     result_commands.report,
     result_commands.reduce,
     result_commands.replay,
+    doctor_commands.doctor,
+    doctor_commands.canary,
 ):
     app.command()(command)
 

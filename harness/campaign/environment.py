@@ -15,7 +15,10 @@ import harness
 
 _PREFIXES = ("CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "AMD_", "NCCL_", "SIDESTREAM_")
 """Of environment variables that can change what runs where."""
-_NVIDIA_SMI = "name,uuid,driver_version,compute_mode,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+_NVIDIA_SMI = (
+    "name,uuid,driver_version,compute_mode,persistence_mode,"
+    "clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+)
 _LIMIT_S = 10.0
 
 
@@ -43,7 +46,7 @@ def fingerprint(device: dict[str, str], rootpath: Path) -> dict[str, Any]:
         "flags": _flags(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
-    gpus = _gpus() if torch.version.cuda and torch.cuda.is_initialized() else None
+    gpus = nvidia_gpus() if torch.version.cuda and torch.cuda.is_initialized() else None
     if gpus:
         found["gpus"] = gpus
     return {key: value for key, value in found.items() if value is not None}
@@ -67,7 +70,8 @@ def _revision(folder: Path) -> str | None:
     return revision + ("+" if changed else "")
 
 
-def _gpus() -> list[dict[str, str]]:
+def nvidia_gpus() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU of the machine, by its own names; empty where it does not answer."""
     text = _output(["nvidia-smi", f"--query-gpu={_NVIDIA_SMI}", "--format=csv,noheader"])
     names = _NVIDIA_SMI.split(",")
     return [dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in (text or "").splitlines()]

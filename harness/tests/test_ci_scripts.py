@@ -173,17 +173,19 @@ def test_test_runs_all_parts_and_names_those_that_failed(clone: Path, tmp_path: 
         '  *mypy*) echo "Found 3 errors"; exit 2;;\n'
         '  *harness/tests*) echo "=== 5 passed in 1.00s ==="; echo; echo "$@" >&2;;\n'
         '  *pytest*) echo "=== 1 failed in 2.00s ==="; exit 1;;\n'
+        '  *"harness canary"*) echo "5 of 5 planted races found";;\n'
         '  *"harness twins"*) echo "4 passed in 3.00s";;\n'
         "esac\n"
     )
     python.chmod(0o755)
     answer = run(["bash", clone / "ci" / "test.sh", "-k", "some thing"], PYTHON=str(python))
-    table = answer.stdout.splitlines()[-8:]
+    table = answer.stdout.splitlines()[-9:]
     assert [re.sub(r" +", " ", re.sub(r"\d+ s", "N s", line)).strip() for line in table] == [
         "ruff passed N s fine",
         "format passed N s",
         "mypy FAILED (exit 2) N s Found 3 errors",
         "harness passed N s -m pytest harness/tests -n auto --dist worksteal -k some thing",
+        "canary passed N s 5 of 5 planted races found",
         "suite FAILED (exit 1) N s 1 failed in 2.00s",
         "twins passed N s 4 passed in 3.00s",
         "-m pytest harness/tests -n auto --dist worksteal -k some thing",
@@ -202,9 +204,9 @@ def test_test_runs_all_parts_and_names_those_that_failed(clone: Path, tmp_path: 
     [
         (
             ["--only", "ruff,pyflakes"],
-            "--only: there is no part 'pyflakes'; the parts are ruff format mypy harness suite twins.",
+            "--only: there is no part 'pyflakes'; the parts are ruff format mypy harness canary suite twins.",
         ),
-        (["--only"], "--only needs parts, separated by commas: ruff format mypy harness suite twins."),
+        (["--only"], "--only needs parts, separated by commas: ruff format mypy harness canary suite twins."),
     ],
 )
 def test_wrong_parts_are_refused(clone: Path, given: list[str], sentence: str) -> None:

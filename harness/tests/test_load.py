@@ -550,6 +550,13 @@ def test_with_nvml_clock_power_and_temperature_are_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     assert nvml.describe(CUDA) == "1,980 MHz, 640 W, 61 °C"
 
+    # The idle GPU and the user's own clocks slow nothing down.
+    fake.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x1 | 0x2
+    assert nvml.describe(CUDA) == "1,980 MHz, 640 W, 61 °C"
+    fake.nvmlDeviceGetCurrentClocksEventReasons = lambda handle: 0x4 | 0x40
+    slowed = nvml.describe(CUDA)
+    assert slowed == "1,980 MHz, 640 W, 61 °C, slowed by the power limit and its temperature (hardware)"
+
     def fail(handle: object) -> None:
         raise RuntimeError("not supported")
 

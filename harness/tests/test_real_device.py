@@ -8,6 +8,7 @@ covered.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -1092,3 +1093,44 @@ def test_a_thread_of_the_harness_is_ignored(tap: Tap) -> None:
         thread.start()
         thread.join()
     assert result.entries == []
+
+
+# Whether this machine can find races.
+
+
+@pytest.mark.parametrize("hold", sorted(KINDS))
+def test_every_planted_race_is_found(backend: RealBackend, hold: str) -> None:
+    if hold == "gate" and torch.version.hip is not None:
+        pytest.skip("not covered: gates need CUDA")
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "canary", "--device", "cuda", "--hold", hold, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for race in json.loads(done.stdout)["races"]:
+        assert race["oracles"] == ["values", "happens-before"], race
+
+
+def test_a_setting_that_hides_races_keeps_the_doctor_from_saying_yes(backend: RealBackend) -> None:
+    fine, hidden = (
+        subprocess.run(
+            [sys.executable, "-m", "harness", "doctor", "--json"],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_LAUNCH_BLOCKING": blocking},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        for blocking in ("0", "1")
+    )
+    assert fine.returncode == 0, fine.stdout + fine.stderr
+    names = [check["name"] for check in json.loads(fine.stdout)["checks"]]
+    assert {"GPUs", "races on sim", "races on cuda, held by sleep"} <= set(names)
+    if torch.version.hip is None:
+        assert {"driver", "compute mode", "MPS", "persistence", "clocks"} <= set(names)
+    assert hidden.returncode == 6, hidden.stdout + hidden.stderr
