@@ -91,6 +91,10 @@ class Fault:
     """Whether the wait is made, but for another event than was asked for, as a broken runtime would; else it is left
     out."""
 
+    def in_words(self) -> str:
+        """``left out wait@ambient:0/user``."""
+        return f"{'misdirected' if self.misdirect else 'left out'} {self.target}"
+
     def native_target(self, names: StreamNames) -> tuple[str, int, int, str, int, bool]:
         """What the native side calls it."""
         target = self.target

@@ -40,8 +40,8 @@ _ORDER_ROW = 24
 _MISSING_ROW = 44
 _ELISION_ROW = 26
 _CORNER = 7
-_LETTERS = 19
-"""How many letters of a name fit a box."""
+_LETTERS = 17
+"""How many letters fit a box, in the wide fonts of some systems."""
 _BOXES = (LAUNCH, HOST_ACCESS, ALLOCATE, FREE, RECORD_STREAM)
 _MEMORY = (ALLOCATE, FREE, RECORD_STREAM)
 
@@ -283,11 +283,11 @@ class _Drawing:
 
     def _box(self, item: Item, y: float) -> float:
         role = self._role(item)
-        lines = [("title", _short(_operation(item), _LETTERS - (4 if item.index is not None else 0)))]
+        lines = [("title", _short(_operation(item), _LETTERS - (3 if item.index is not None else 0)))]
         if item.node:
-            lines.append(("detail", _short(item.node, _LETTERS + 2)))
+            lines.append(("detail", _short(item.node, _LETTERS + 1)))
         if item.line:
-            lines.append(("detail", _tail(item.line, _LETTERS + 2)))
+            lines.append(("detail", _tail(item.line, _LETTERS + 1)))
         if item.hold:
             lines.append(("held", _HELD.get(item.hold, f"held: {item.hold}")))
         tab = 18 if role else 0

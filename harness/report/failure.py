@@ -48,8 +48,7 @@ def describe_failure(
         f"  id       {repetition_id(case.nodeid, repetition.number, fresh=case.fresh)}",
     ]
     if options.fault is not None:
-        done = "misdirected" if options.fault.misdirect else "left out"
-        lines.append(f"  {done} {options.fault.target}, on purpose")
+        lines.append(f"  {options.fault.in_words()}, on purpose")
     for mismatch in judgement.mismatches:
         lines.append(f"  value    {mismatch}")
         lines += _code(mismatch.line)

@@ -220,12 +220,16 @@ def _lead(report: Report) -> list[str]:
             )
     if report.numbers.cases and not controls and not defects:
         lines.append("No control ran, so nothing shows that this run could have seen a race.")
+    for settings in report.settings:
+        for key, done in (("leave_out", "left out"), ("misdirect", "misdirected")):
+            if settings.get(key):
+                lines.append(f"{settings[key]} was {done} on purpose, in every repetition.")
     undelivered = sorted({load.dimension for load in report.loads if not load.is_delivered})
     if undelivered:
         lines.append(
             f"Not delivered: load {', '.join(undelivered)}. The run proves nothing about cases under that load."
         )
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def _figures(report: Report) -> list[tuple[str, str]]:
@@ -262,6 +266,7 @@ def _race(race: KeptRace, folder: Path) -> dict[str, Any]:
         "further": [each.sentence for each in missing[_MOST_DRAWN:]],
         "drawing": "" if missing else _safe(draw(race.timeline)),
         "wrong": race.values,
+        "fault": race.fault,
         "attribution": race.attribution,
         "disagreement": race.disagreement,
         "replay": race.replay,

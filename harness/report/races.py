@@ -58,6 +58,8 @@ class KeptRace:
     text: str
     """As pytest shows it."""
     timeline: Timeline
+    fault: str | None = None
+    """What was done wrong on purpose, in words."""
     excerpts: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     """The code around the lines of the racing accesses, by ``file:line``: line numbers and text."""
     path: Path | None = None
@@ -156,6 +158,7 @@ class RaceKeeper:
             replay=replay_command(case.nodeid, repetition.plan, self._options),
             text=text,
             timeline=Timeline.of(trace, judgement.races, repetition.holds, device_of=case.device_of, line_of=lines.of),
+            fault=None if self._options.fault is None else self._options.fault.in_words(),
             excerpts={str(line): _excerpt(line) for line in dict.fromkeys(found) if line is not None},
         )
 

@@ -212,6 +212,13 @@ def test_files_with_something_to_look_at_come_first(tmp_path: Path) -> None:
     assert words.index("test_b.py") < words.index("test_a.py")
 
 
+def test_a_fault_of_purpose_is_said(tmp_path: Path) -> None:
+    assert new_suite(tmp_path).run("--leave-out", "wait@ambient:0/user", "--results", "kept").code == 1
+    words = check_page(html_of(tmp_path / "kept")).words
+    assert "wait@ambient:0/user was left out on purpose, in every repetition." in words
+    assert "left out wait@ambient:0/user, on purpose" in words
+
+
 def test_runs_without_a_race_say_so(tmp_path: Path) -> None:
     page = check_page(html_of(written(tmp_path / "run", verdicts="pp")))
     assert "No safe case raced" in page.words
