@@ -177,6 +177,8 @@ def catalogue(
                 made.add_twins(json.loads(twins.read_text())["cases"])
     if as_json:
         print(json.dumps(made.to_json(), indent=1))
+    elif write and code:
+        _announce(f"{catalogue.PATH} was left as it is, since the twins did not end well.")
     elif write:
         catalogue.PATH.write_text(made.to_markdown())
         _announce(f"Wrote {catalogue.PATH}")

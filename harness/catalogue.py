@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.judge.engine_edges import EDGES, named
-from harness.markers import control_marker, defect_marker
+from harness.markers import contract_sources, control_marker, defect_marker, devices_needed
 from harness.report.outcome import counted
 
 PATH = Path(__file__).parent.parent / "docs" / "catalogue.md"
@@ -181,17 +181,16 @@ def collect(items: Iterable[pytest.Item]) -> Catalogue:
 
 def _entry(item: pytest.Function) -> Entry:
     control, defect = control_marker(item), defect_marker(item)
-    marker = item.get_closest_marker("devices")
     return Entry(
         nodeid=item.nodeid,
         family=item.nodeid.partition("::")[0],
         contract=(inspect.getdoc(item.module) or "").partition("\n")[0],
         case=item.originalname,
         sentence=" ".join((inspect.getdoc(item.function) or "").split()),
-        sources=list(dict.fromkeys(each.args[0] for each in item.iter_markers("contract"))),
+        sources=contract_sources(item),
         kind=DEFECT if defect else CONTROL if control else SAFE,
         unsafe=defect.report if defect else control.reason if control else None,
-        devices=marker.args[0] if marker else 1,
+        devices=devices_needed(item),
         edges=sorted(named(_names(item))),
     )
 

@@ -8,7 +8,7 @@ import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from harness.campaign.case import Control
-from harness.errors import UsageError
+from harness.errors import SidestreamError, UsageError
 
 _CONTROL = '@pytest.mark.control("why it is unsafe", aim="the racing stream")'
 _DEFECT = (
@@ -53,6 +53,36 @@ def control_marker(item: pytest.Item) -> Control | None:
     return Control(reason, aim)
 
 
+def devices_needed(item: pytest.Item) -> int:
+    """How many devices a case needs, by its marker ``devices``; 1 without one.
+
+    Raises:
+        UsageError: the marker gives no number from 1 on.
+    """
+    marker = item.get_closest_marker("devices")
+    if marker is None:
+        return 1
+    given = [*marker.args, *marker.kwargs.values()]
+    if len(given) != 1 or set(marker.kwargs) > {"count"} or type(given[0]) is not int or given[0] < 1:
+        raise UsageError(f"{item.nodeid}: write @pytest.mark.devices(2), how many devices it needs.")
+    return given[0]
+
+
+def contract_sources(item: pytest.Item) -> list[str]:
+    """Where a case's promises come from, by its markers ``contract``.
+
+    Raises:
+        UsageError: one names no source.
+    """
+    sources = []
+    for marker in item.iter_markers("contract"):
+        given = [*marker.args, *marker.kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], str) or not given[0].strip():
+            raise UsageError(f'{item.nodeid}: write @pytest.mark.contract("the source of the promise").')
+        sources.append(given[0])
+    return list(dict.fromkeys(sources))
+
+
 def defect_marker(item: pytest.Item) -> Defect | None:
     """What the marker ``defect`` says of a case.
 
@@ -67,6 +97,7 @@ def defect_marker(item: pytest.Item) -> Defect | None:
     if (
         set(given) not in ({"report", "torch", "devices", how} for how in ("aim", "raises"))
         or not all(isinstance(given[name], str) and given[name] for name in ("report", "torch"))
+        or (isinstance(raises, type) and issubclass(SidestreamError, raises))  # which would hide what the harness finds
         or not ((isinstance(aim, str) and aim) or (isinstance(raises, type) and issubclass(raises, Exception)))
         or not isinstance(devices, tuple)
         or not devices

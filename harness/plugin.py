@@ -289,8 +289,9 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     A test that uses it is a case: its body runs once a repetition, each under a plan that holds other launches.
     """
     session = request.config.stash[RUN].session()
-    marker = request.node.get_closest_marker("devices")
-    needed = marker.args[0] if marker is not None else 1
+    from harness.markers import devices_needed
+
+    needed = devices_needed(request.node)
     if session.backend.device_count < needed:
         pytest.skip(f"not covered: needs {needed} devices, and there is {session.backend.device_count}")
     return session.lab()

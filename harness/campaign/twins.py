@@ -90,6 +90,11 @@ class TwinStudy:
         """The twins that nothing caught."""
         return [twin for twin in self.twins if twin.outcome == SURVIVED]
 
+    @property
+    def contradictions(self) -> list[Twin]:
+        """The twins that were noticed although a proof says that nothing can notice them."""
+        return [twin for twin in self.twins if twin.outcome == KILLED and twin.proof is not None]
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)

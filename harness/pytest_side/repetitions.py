@@ -180,7 +180,7 @@ def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
     from harness.campaign import csan
     from harness.campaign.runs import Runs
     from harness.campaign.twins import study_twins
-    from harness.report.twins import describe_survivors
+    from harness.report.twins import describe_failures
 
     options = run.options
     session = run.session()
@@ -198,5 +198,6 @@ def _study_twins(item: pytest.Function, case: Case, run: Run) -> None:
         raise
     finally:
         session.turns.end()
-    if study.survivors:
-        pytest.fail(describe_survivors(study, options), pytrace=False)
+    text = describe_failures(study, options)
+    if text:
+        pytest.fail(text, pytrace=False)

@@ -129,8 +129,6 @@ def _report_twins(terminalreporter: pytest.TerminalReporter, config: pytest.Conf
     try:
         write_twins_json(Path(path), studies, run.options)
     except OSError as error:
-        terminalreporter.write_line(
-            f"warning: --twins-json {path}: {error.strerror}; the twins are above.", yellow=True
-        )
+        run.failures.append(f"--twins-json {path}: {error.strerror}; the twins are above.")
     else:
         terminalreporter.write_line(f"twins: {path}")

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import statistics
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,22 @@ def replay_command(nodeid: str, twin: Twin, options: Options) -> str:
     return shlex.join([*parts, "--leave-out", twin.synchronization])
 
 
-def describe_survivors(study: TwinStudy, options: Options) -> str:
-    """The text of a case whose twins were not all noticed."""
-    lines = [f"{counted(len(study.survivors), 'twin')} survived: nothing notices when the synchronization is left out"]
+def describe_failures(study: TwinStudy, options: Options) -> str:
+    """The text of a case whose twins were not all noticed, or were noticed against a proof; empty if there are none."""
+    lines = []
+    for twin in study.contradictions:
+        lines += [
+            f"a twin was noticed although its order is proved to be implied: {twin.where}",
+            f"  killed   by {' and '.join(twin.killed_by)}",
+            f"  proof    {twin.proof}",
+            f"  replay   {replay_command(study.nodeid, twin, options)}",
+            "  One of the two is wrong: happens-before, the tap, or what the device does.",
+        ]
+    if not study.survivors:
+        return "\n".join(lines)
+    lines.append(
+        f"{counted(len(study.survivors), 'twin')} survived: nothing notices when the synchronization is left out"
+    )
     for twin in study.survivors:
         lines += [
             f"  left out {twin.where}",
@@ -199,13 +211,17 @@ def write_twins_json(path: Path, studies: Sequence[TwinStudy], options: Options)
         ],
         "cases": [study.to_json() for study in studies],
     }
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():  # a pipe, a terminal
+        path.write_text(json.dumps(data, indent=1))
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w") as file:
+        with temporary.open("x") as file:
             json.dump(data, file, indent=1)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

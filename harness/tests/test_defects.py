@@ -118,13 +118,15 @@ def test_a_defect_that_raises_fails_the_run_when_it_stops_or_raises_something_el
     ("written", "sentence"),
     [
         (marker(aim=', aim="fill", raises=KeyError'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
+        (marker(aim=", raises=Exception"), "or raises=TheError instead of aim"),
+        ('import pytest\n\n@pytest.mark.devices("2")', "write @pytest.mark.devices(2)"),
         (marker(aim=', raises="KeyError"'), "or raises=TheError instead of aim"),
         (marker(aim=""), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
         (marker(devices='"sim"'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
         (marker(torch="all of them"), "'all of them' names no versions of torch: write @pytest.mark.defect("),
         (marker() + '\n@pytest.mark.control("Unsafe.", aim="fill")', "is both a control and a defect"),
     ],
-    ids=["both", "no exception", "no aim", "no tuple", "no versions", "a control as well"],
+    ids=["both", "any exception", "devices", "no exception", "no aim", "no tuple", "no versions", "a control as well"],
 )
 def test_a_marker_that_makes_no_sense(suite, written, sentence):
     suite.write(written + SAFE)

@@ -7,19 +7,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from harness.campaign.case import Case, CaseError, Control
+from harness.campaign.options import Options
 from harness.campaign.session import Session
 from harness.campaign.turns import Turns
-from harness.campaign.twins import Twin, TwinStudy, study_twins
+from harness.campaign.twins import KILLED, VALUES, Twin, TwinStudy, study_twins
 from harness.campaign.watchdog import Watchdog
 from harness.errors import InfrastructureError
 from harness.exit_codes import ExitCode
-from harness.report.twins import summary
+from harness.report.twins import describe_failures, summary, write_twins_json
 from harness.tests.suite_runner import CONTROL, SAFE, Suite, new_suite
 from harness.tests.test_synchronizations import END, NODE, seed_elsewhere
 
@@ -347,3 +349,24 @@ def test_what_makes_no_sense_is_refused(suite, arguments, sentence):
     ran = suite.run(*arguments)
     assert ran.code == ExitCode.USAGE
     assert sentence in ran.output
+
+
+def test_a_twin_that_is_noticed_against_a_proof_fails_its_case() -> None:
+    noticed = Twin("wait@a:0/user", "wait", "user", "here", KILLED, [VALUES], proof="a chain", plan="hold=b:0")
+    study = TwinStudy("test_x.py::test_x", False, twins=[noticed])
+    text = describe_failures(study, Options())
+    assert text.startswith("a twin was noticed although its order is proved to be implied: here")
+    assert "a chain" in text and "survived" not in text
+    noticed.proof = None
+    assert describe_failures(study, Options()) == ""
+
+
+def test_a_link_to_the_json_file_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    write_twins_json(link, [], Options())
+    assert link.is_symlink() and json.loads(target.read_text())["cases"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "target.json"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert target.stat().st_mode == plain.stat().st_mode
