@@ -80,11 +80,8 @@ class Case:
         self._session = session
         self._lab = lab
         self._hold = session.hold_length()
-        # On the simulator where a synchronization is left out: for the rest happens-before sees what no value shows.
-        options = session.options
-        self._poisons = session.instrument.can_poison and (
-            not session.simulated or options.twins or options.fault is not None
-        )
+        # Memory that is handed out again would still hold the right value of the repetition before.
+        self._poisons = session.instrument.can_poison
         self.discovery: Discovery | None = None
         self.adaptive = False
         """Whether its repetitions are added where the evidence is thin."""

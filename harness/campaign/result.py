@@ -159,16 +159,15 @@ class CaseResult:
         """Why this run could not have seen the race of a control or a defect; None for other cases, or if it did."""
         if self.control is None or not self.repetitions:
             return None
-        races = self.count(Verdict.RACE)
-        if not self.cycle_length:
-            # One plan for all repetitions, given by the user: how often it shows the race is the question here.
-            return None
-        if races == 0:
+        # The user's plan need not hold what races, and how often the race shows without is the question there.
+        if self.cycle_length and not self.count(Verdict.RACE):
             return f"none of its {self.repetitions} repetitions raced"
         if self.aimed_seen < self.aimed:
             oracles = "" if self.oracles == 1 else " by both oracles"
             seen = f"only {self.aimed_seen} of the {self.aimed} repetitions that held the racing access"
             return f"{seen} were seen to race{oracles}"
+        if not self.cycle_length:
+            return None
         if not self.aimed and self.launches and self.singles_covered() == self.launches:
             return "no repetition held an access that is known to race, although each launch was held"
         blind = [cycle for cycle, repetitions in enumerate(self.cycles) if repetitions == self.cycle_length]

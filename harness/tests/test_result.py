@@ -237,6 +237,10 @@ def test_a_case_that_is_no_control_has_no_race_to_see():
             control("ppr", "ppr", aimed=(1, 2, 5)),
             "only 2 of the 3 repetitions that held the racing access were seen to race",
         ),
+        (
+            control("rpr", cycle_length=0, aimed=(0, 1, 2)),
+            "only 2 of the 3 repetitions that held the racing access were seen to race",
+        ),
         (control("rpp", "ppp"), "1 whole cycles of plans passed without a race, the first of them cycle 1"),
         (control("ppp", "rpp", "ppp", "p"), "2 whole cycles of plans passed without a race, the first of them cycle 0"),
     ],
