@@ -241,6 +241,7 @@ class Controller:
         self._run = run
         self._cases: dict[str, _Slices] = {}
         self._whole: set[str] = set()
+        self._whole_ended: set[str] = set()
         self._started: set[str] = set()
         self._collected: set[str] = set()
         self._forward: Callable[[Any, Report], None]
@@ -335,6 +336,8 @@ class Controller:
         nodeid, position, slices = split(report.nodeid)
         if slices == 1:
             self._whole.add(nodeid)
+            if report.when == "teardown":
+                self._whole_ended.add(nodeid)
             report.node = node
             yield report
             return
@@ -353,15 +356,17 @@ class Controller:
         node = report.node
         nodeid, position, slices = split(crashitem)
         result = self._recover(node.gateway.id, nodeid, position, slices)
-        if slices == 1:
+        if slices == 1 and nodeid not in self._whole_ended:
             report.when = "call"
             report.longrepr = outcome_of(result).text or report.longrepr
             report.sidestream = result.to_json()
             self._whole.add(nodeid)
             return
-        case = self._cases.setdefault(nodeid, _Slices(node, slices))
         # xdist logs this report right after this hook; as a passed set-up of the case it says nothing.
         report.nodeid, report.when, report.outcome, report.longrepr = nodeid, "setup", "passed", None
+        if slices == 1:
+            return  # what became of the case had been said before the worker gave up its broken device
+        case = self._cases.setdefault(nodeid, _Slices(node, slices))
         report.node = case.node
         if position in case.ended:
             return

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from harness.backends.out_of_memory import describe_memory, is_out_of_memory
 from harness.campaign.lab import Lab
 from harness.campaign.repetition import Repetition, run_repetition
 from harness.campaign.result import CaseResult
 from harness.campaign.session import Session
 from harness.campaign.store import CaseDefinition, RepetitionRecord, ResultWriter
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
-from harness.errors import InfrastructureError, SidestreamError, UsageError
+from harness.errors import InfrastructureError, SidestreamError, UsageError, first_line
 from harness.exit_codes import ExitCode
 from harness.judge.verdict import Verdict
 from harness.observe.holds import HoldState
@@ -224,6 +225,11 @@ class Case:
         except RepetitionTimeout as timeout:
             self._time_out(timeout, 0, Plan(), result, writer, watchdog)
             return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._run_out_of_memory(error, 0, Plan(), result, writer)
+            return
         order = discovery.order()
         options = self._session.options
         if options.plan is not None:
@@ -252,10 +258,15 @@ class Case:
                 # What the device still has to do is unknown, so nothing after this can be trusted.
                 return
             except Exception as error:
+                if is_out_of_memory(error):
+                    self._run_out_of_memory(error, number, plan, result, writer)
+                    continue
                 if self.is_broken_by(error):
-                    raise InfrastructureError(
-                        f"the device is unusable after {self.nodeid}, repetition {number} under {plan}: {error}"
-                    ) from error
+                    broken = f"the device is unusable after {self.nodeid}, repetition {number} under {plan}: {error}"
+                    self._lose(Verdict.INFRA, broken, 0.0, number, plan, result, writer)
+                    result.describe_failure("broken device", f"infra: {broken}")
+                    writer.clear_in_flight()
+                    raise InfrastructureError(broken) from error
                 raise
             self._settle(repetition, discovery, result, writer, describe)
             progress()
@@ -301,6 +312,11 @@ class Case:
         except RepetitionTimeout as timeout:
             self._time_out(timeout, number, plan, result, writer, watchdog)
             return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._run_out_of_memory(error, number, plan, result, writer)
+            return
         self._settle(repetition, discovery, result, writer, describe)
         writer.clear_in_flight()
 
@@ -313,19 +329,43 @@ class Case:
         writer: ResultWriter,
         watchdog: Watchdog,
     ) -> None:
+        self._lose(Verdict.TIMEOUT, str(timeout), watchdog.limit_s * 1e6, number, plan, result, writer)
+        result.describe_failure("timeout", f"{timeout}\n  plan     {plan}\n{watchdog.stacks()}")
+
+    def _run_out_of_memory(
+        self, error: Exception, number: int, plan: Plan, result: CaseResult, writer: ResultWriter
+    ) -> None:
+        memory = describe_memory(self._session.backend)
+        self._lose(Verdict.INFRA, f"{first_line(error)} ({memory})", 0.0, number, plan, result, writer)
+        result.describe_failure(
+            "out of memory",
+            f"infra: memory ran out in repetition {number} under {plan}: {first_line(error)}\n  memory   {memory}\n"
+            "  Run fewer workers on the device, or keep others off it.",
+        )
+
+    def _lose(
+        self,
+        verdict: Verdict,
+        message: str,
+        duration_us: float,
+        number: int,
+        plan: Plan,
+        result: CaseResult,
+        writer: ResultWriter,
+    ) -> None:
+        """Count a repetition that did not come to its end."""
         record = RepetitionRecord(
             self.nodeid,
             number,
             str(plan),
-            Verdict.TIMEOUT.value,
-            watchdog.limit_s * 1e6,
-            message=str(timeout),
+            verdict.value,
+            duration_us,
+            message=message,
             adaptive=self.adaptive,
             fresh=self.fresh,
         )
         writer.write(record)
         result.add(record)
-        result.describe_failure("timeout", f"{timeout}\n  plan     {plan}\n{watchdog.stacks()}")
 
     def _settle(
         self,

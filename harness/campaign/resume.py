@@ -9,6 +9,7 @@ from typing import Any
 from harness.campaign.reader import read_run
 from harness.campaign.result import CaseResult
 from harness.errors import UsageError
+from harness.judge.verdict import Verdict
 
 _SAME = ("device", "seed", "plan", "loads", "leave_out", "misdirect")
 """What the sessions of one run have in common, by its name in the header of a result file."""
@@ -39,13 +40,15 @@ class Earlier:
     def read(cls, directory: Path, session: str) -> Earlier:
         """What a run's folder has of other sessions than this one.
 
-        A repetition that two sessions have run, which takes a file that could not be read meanwhile, counts once.
+        A repetition that two sessions have run, which takes a file that could not be read meanwhile, counts once. One
+        that the machine failed under has not ended: it is run again.
         """
         earlier = cls()
         run = read_run(directory)
         definitions = {definition.nodeid: definition for definition in run.cases.values()}
         for record in run:
-            if record.session == session or record.fresh or earlier.has(record.nodeid, record.repetition):
+            lost = record.verdict == Verdict.INFRA.value
+            if lost or record.session == session or record.fresh or earlier.has(record.nodeid, record.repetition):
                 continue
             result = earlier.results.get(record.nodeid)
             if result is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.backends.out_of_memory import is_out_of_memory
 from harness.campaign.case import Case
 from harness.campaign.repetition import Repetition
 from harness.campaign.turns import Turns
@@ -40,13 +41,15 @@ class Runs:
         """Run it with a fault; an error that the fault makes it end with is an answer, too.
 
         Raises:
-            InfrastructureError: as for :meth:`once`.
+            InfrastructureError: as for :meth:`once`; or memory ran out, which is no answer.
         """
         try:
             return self.once(plan, fault=fault, **settings)
         except (RepetitionTimeout, SidestreamError):
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise InfrastructureError(f"memory ran out in {self.case.nodeid}: {first_line(error)}") from error
             if self.case.is_broken_by(error):
                 raise InfrastructureError(
                     f"the device is unusable after {self.case.nodeid} under {plan} without {fault.target}: "

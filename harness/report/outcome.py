@@ -37,7 +37,7 @@ def outcome_of(result: CaseResult) -> Outcome:
         return Outcome(ExitCode.RACE, _text(what, result))
     if result.count(Verdict.INFRA):
         lost = result.count(Verdict.INFRA)
-        what = f"{counted(lost, 'repetition')} {'was' if lost == 1 else 'were'} lost with a worker"
+        what = f"{counted(lost, 'repetition')} {'was' if lost == 1 else 'were'} lost to the machine"
         return Outcome(ExitCode.INFRASTRUCTURE, _text(what, result))
     inconclusive = result.count(Verdict.INCONCLUSIVE)
     if inconclusive > _MOSTLY * result.repetitions:

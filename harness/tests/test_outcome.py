@@ -55,8 +55,8 @@ def test_what_is_as_it_should_be_says_nothing(verdicts):
         ("prtt", ExitCode.RACE, "race: of 4 repetitions 1 raced and 2 timed out"),
         ("rniii", ExitCode.RACE, "race: of 5 repetitions 1 raced"),
         ("tniii", ExitCode.RACE, "timeout: of 5 repetitions 1 timed out"),
-        ("ppn", ExitCode.INFRASTRUCTURE, "1 repetition was lost with a worker"),
-        ("niii", ExitCode.INFRASTRUCTURE, "1 repetition was lost with a worker"),
+        ("ppn", ExitCode.INFRASTRUCTURE, "1 repetition was lost to the machine"),
+        ("niii", ExitCode.INFRASTRUCTURE, "1 repetition was lost to the machine"),
         ("pii", ExitCode.INCONCLUSIVE, "inconclusive: in 2 of 3 repetitions the hold did not take effect"),
         ("i", ExitCode.INCONCLUSIVE, "inconclusive: in 1 of 1 repetitions the hold did not take effect"),
     ],
@@ -74,7 +74,7 @@ def test_a_control_that_raced_is_as_it_should_be(verdicts):
     ("verdicts", "code", "text"),
     [
         ("rt", ExitCode.RACE, "timeout: of 2 repetitions 1 timed out"),
-        ("rn", ExitCode.INFRASTRUCTURE, "1 repetition was lost with a worker"),
+        ("rn", ExitCode.INFRASTRUCTURE, "1 repetition was lost to the machine"),
         ("rii", ExitCode.INCONCLUSIVE, "inconclusive: in 2 of 3 repetitions the hold did not take effect"),
         (
             "pp",
