@@ -19,8 +19,10 @@ import harness
 from harness import doctor_commands, result_commands, stress
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
+from harness.processes import interrupt_when_terminated, preexec_dies_with_this_process, run_child
 
 _TYPER_USAGE = 2
+_TYPER_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Sidestream, the suite and stress harness for streaming backward. The suite itself runs under pytest.",
@@ -112,7 +114,7 @@ def twins(
             options += ["--twins-json", str(file)]
         command = _pytest_command(options, tests)
         # A process of its own, whose output can go to standard error.
-        code = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
+        code = run_child(command, stdout=sys.stderr if as_json else None)
         if file.exists():
             print(file.read_text())
     raise typer.Exit(code)
@@ -195,8 +197,15 @@ def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) ->
     """Run pytest on the simulator in a process of its own, its output on standard error; silent unless it fails."""
     command = _pytest_command(["--device", "sim", *options], tests)
     if not silent:
-        return subprocess.run(command, stdout=sys.stderr, check=False).returncode
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        return run_child(command, stdout=sys.stderr)
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        preexec_fn=preexec_dies_with_this_process(),
+    )
     if done.returncode:
         _announce(done.stdout)
     return done.returncode
@@ -256,7 +265,8 @@ def _forget_standard_output() -> None:
 
 
 def main() -> None:
-    """Run a command; our own errors are one sentence and an exit code."""
+    """Run a command; our own errors are one sentence and an exit code, and SIGTERM is as good as Ctrl-C."""
+    interrupt_when_terminated()
     try:
         try:
             app()
@@ -273,8 +283,9 @@ def main() -> None:
         sys.exit(int(ExitCode.INFRASTRUCTURE))
     except SystemExit as ended:
         # typer's code for what it cannot parse means "interrupted" here, as in pytest; ours are told by their type.
-        is_ours = isinstance(ended.code, ExitCode)
-        sys.exit(int(ExitCode.USAGE) if ended.code == _TYPER_USAGE and not is_ours else ended.code)
+        theirs = {_TYPER_USAGE: ExitCode.USAGE, _TYPER_INTERRUPTED: ExitCode.INTERRUPTED}
+        known = not isinstance(ended.code, ExitCode) and ended.code in theirs
+        sys.exit(int(theirs[ended.code]) if known else ended.code)  # type: ignore[index]
 
 
 if __name__ == "__main__":

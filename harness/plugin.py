@@ -22,6 +22,7 @@ import harness
 from harness import distribution
 from harness.errors import SidestreamError, UsageError
 from harness.exit_codes import ExitCode
+from harness.processes import die_with_parent, interrupt_when_terminated
 from harness.pytest_side.options import LAST_RUN, add_options, options_of
 from harness.pytest_side.repetitions import repetition_count, run_case
 from harness.pytest_side.reporting import Recorder, settle_exit_code, write_terminal_summary
@@ -63,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except SidestreamError as error:
         raise _as_pytest_error(error) from None
     config.stash[RUN] = run
+    config.add_cleanup(interrupt_when_terminated())
     config.pluginmanager.register(Recorder(run), "sidestream-recorder")
     if run.worker == "controller":
         config.pluginmanager.register(distribution.Controller(config, run), "sidestream-controller")
@@ -71,8 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def _worker_run(config: pytest.Config) -> Run:
     given = distribution.WorkerInput.from_json(config.workerinput["sidestream"])  # type: ignore[attr-defined]
     given.apply_to_environment()
-    from harness.processes import die_with_parent
-
     die_with_parent()
     return Run(given.options, Path(given.directory), config.workerinput["workerid"])  # type: ignore[attr-defined]
 

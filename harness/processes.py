@@ -1,13 +1,20 @@
-"""No process of a run outlives the one that started it."""
+"""How the processes of a run end: none outlives the one that started it, and SIGTERM is as good as Ctrl-C."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
+_INTERRUPTED_S = 30.0
+"""How long a child may take to end after an interrupt before it is told again."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -22,3 +29,58 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != expected:  # it had died before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def preexec_dies_with_this_process() -> Callable[[], None]:
+    """A ``preexec_fn`` for a child that is not to outlive this process."""
+    parent = os.getpid()
+    return lambda: die_with_parent(parent)
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM), by a batch system or a container that stops, say."""
+
+
+def interrupt_when_terminated() -> Callable[[], None]:
+    """Let SIGTERM interrupt this process as Ctrl-C does, unless somebody else handles it or this is no main thread.
+
+    Returns:
+        What makes it as it was before.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return lambda: None
+    signal.signal(signal.SIGTERM, _terminate)
+    return _forget
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    raise Terminated("terminated (SIGTERM)")
+
+
+def _forget() -> None:
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def run_child(command: Sequence[str], *, stdout: int | IO[str] | None = None) -> int:
+    """Run a command that ends when this process does, and give its exit status.
+
+    After an interrupt the child has a moment to end with a summary. Ctrl-C in a terminal has reached it as well, and
+    SIGTERM is passed on.
+
+    Raises:
+        KeyboardInterrupt: this process was interrupted; the child has ended.
+    """
+    process = subprocess.Popen(command, stdout=stdout, preexec_fn=preexec_dies_with_this_process())
+    try:
+        return process.wait()
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt, Terminated):
+            process.terminate()
+        try:
+            process.wait(_INTERRUPTED_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from rich.table import Table
 from harness.errors import UsageError
 from harness.exit_codes import ExitCode, of_process
 from harness.perturb.plan import Plan
+from harness.processes import run_child
 
 Folders = Annotated[
     list[Path] | None, typer.Argument(metavar="DIRECTORY...", help="folders of runs; without any, the last run here")
@@ -138,7 +138,7 @@ def replay(
 
 
 def _pytest(arguments: list[str]) -> ExitCode:
-    return of_process(subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], check=False).returncode)
+    return of_process(run_child([sys.executable, "-m", "pytest", "-q", *arguments]))
 
 
 def _print(parts: list[Table | str]) -> None:

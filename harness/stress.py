@@ -8,9 +8,6 @@ anyone may give it; what it knows of the rounds before is in the result files.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +19,9 @@ from typing import Annotated
 import typer
 
 from harness.exit_codes import ExitCode, of_process
-from harness.processes import die_with_parent
+from harness.processes import run_child
 
 _ROUND_S = 60.0
-_INTERRUPTED_S = 30.0
-"""How long pytest may take to end after Ctrl-C before it is told again."""
 _LEAST_ROUND_S = 5.0
 """Less time than it takes to start is no round."""
 _WORST_FIRST = (
@@ -76,17 +71,9 @@ class Stress:
         budget = [] if self.deadline is None else ["--minutes", f"{max(self.left_s(), 0.001) / 60:.6f}"]
         command = [sys.executable, "-m", "pytest", *self.options, *(self.workers if workers is None else workers)]
         command += [*budget, *options, "--", *(self.tests if tests is None else tests)]
-        parent = os.getpid()
-        process = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))
         try:
-            self.codes.append(of_process(process.wait()))
+            self.codes.append(of_process(run_child(command)))
         except KeyboardInterrupt:
-            # From a terminal it has reached pytest as well, which needs a moment for its summary.
-            try:
-                process.wait(_INTERRUPTED_S)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)
-                process.wait()
             self.codes.append(ExitCode.INTERRUPTED)
 
     def fixed(self, count: int, resumes: bool) -> None:

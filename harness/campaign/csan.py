@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import UsageError, first_line
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.plan import Plan
+from harness.processes import preexec_dies_with_this_process
 
 if TYPE_CHECKING:
     from harness.campaign.runs import Runs
@@ -176,6 +177,7 @@ def ask(studies: Sequence[TwinStudy], device: str, root: Path, environment: Mapp
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            preexec_fn=preexec_dies_with_this_process(),
         )
         answers = folder / _ANSWERS
         lines = answers.read_text().splitlines() if answers.exists() else []

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.doctor.check import Check, blind, broken
 from harness.exit_codes import ExitCode
+from harness.processes import preexec_dies_with_this_process
 
 LIMIT_S = 900.0
 """Of which a slow machine needs most to build the native extensions."""
@@ -28,7 +29,13 @@ def planted_races(device: str, hold: str | None = None) -> Check:
     again = " ".join(["python", *command[1:]])
     try:
         # Standard error stays ours: a build says there how far it is.
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+            preexec_fn=preexec_dies_with_this_process(),
+        )
     except subprocess.TimeoutExpired:
         return broken(name, f"no answer within {LIMIT_S:g} s", f"Look where it hangs: {again}.")
     try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from harness.__main__ import app, main
@@ -38,3 +42,25 @@ def test_a_full_disk_under_the_output_is_one_sentence() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PACKAGE_ROOT)
     assert done.returncode == 3
     assert done.stderr == ("ERROR: the output could not be written: No space left on device. Run it again elsewhere.\n")
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_so_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, signal_number: int) -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal_number)
+
+    monkeypatch.setattr("harness.__main__.app", typer_of(interrupted))
+    monkeypatch.setattr("sys.argv", ["harness"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 2
+
+
+def typer_of(command: Callable[[], None]) -> typer.Typer:
+    made = typer.Typer()
+    made.command()(command)
+    return made
