@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent.parent
+_MARK = "SIDESTREAM_SUITE"
+"""Environment variable by which the processes of a suite are known."""
 
 SAFE = """
 def test_ordered(lab):
@@ -70,7 +73,16 @@ class Suite:
 
     def environment(self, **variables: str) -> dict[str, str]:
         """The environment of that command."""
-        return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", **variables}
+        return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120", _MARK: str(self.folder), **variables}
+
+    def processes(self) -> list[int]:
+        """Every process that a run of the suite has started, by whatever ways, and that has not ended."""
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"{_MARK}={self.folder}\0".encode() in environ.read_bytes():
+                    found.append(int(environ.parent.name))
+        return found
 
     def run(self, *arguments: str, **variables: str) -> Ran:
         """Run pytest on the suite, on the simulator unless the arguments name another device."""

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ import torch
 import harness.observe.tap as tap_package
 from harness.backends import hardware_queues, module_loading, visible_devices
 from harness.backends.real import RealBackend
+from harness.campaign.reader import read_run
+from harness.campaign.store import RepetitionRecord
 from harness.errors import UsageError
 from harness.judge.happens_before import Race, find_races
 from harness.observe.instrument import Instrument
@@ -37,6 +40,8 @@ from harness.perturb.load.loads import Loads
 from harness.perturb.plan import Plan
 from harness.tests import observer_effects
 from harness.tests.simulator_support import Repetition, repetition
+from harness.tests.suite_runner import SAFE, Ran, Suite, new_suite
+from harness.tests.test_fault_drill import IMPORTS, faulty
 
 # CUDA reads these when it is initialised. A kernel that is loaded at its first launch can wait for a hold.
 hardware_queues.use_all(os.environ)
@@ -1134,3 +1139,36 @@ def test_a_setting_that_hides_races_keeps_the_doctor_from_saying_yes(backend: Re
     if torch.version.hip is None:
         assert {"driver", "compute mode", "MPS", "persistence", "clocks"} <= set(names)
     assert hidden.returncode == 6, hidden.stdout + hidden.stderr
+
+
+# What a case can do to its device, as a user meets it. test_fault_drill.py has the rest, on the simulator.
+
+
+def run_faulty(folder: Path, name: str, *lines: str, workers: str) -> tuple[Ran, list[RepetitionRecord], Suite]:
+    suite = new_suite(folder, IMPORTS + faulty(name, *lines) + SAFE)
+    ran = suite.run("--device", "cuda", "--count", "30", "-n", workers, f"--results={folder / 'run'}")
+    return ran, list(read_run(folder / "run")), suite
+
+
+def test_a_device_side_assert_ends_the_worker_and_another_one_goes_on(backend: RealBackend, tmp_path: Path) -> None:
+    assertion = "torch.ones(2, device=lab.device)[torch.full((2,), 7, device=lab.device)]"
+    ran, kept, suite = run_faulty(tmp_path, "asserts", assertion, workers="1")
+    assert ran.code == 3, ran.output
+    assert "1 failed, 1 passed" in ran.output
+    said = re.search(r"the device is unusable after test_written.py::test_asserts, repetition (\d+) under ", ran.output)
+    assert said is not None, ran.output
+    verdicts = [record.verdict for record in kept if "asserts" in record.nodeid]
+    assert verdicts == ["pass"] * int(said[1]) + ["infra"], "what had ended is kept, and nothing after it was run"
+    assert [record.verdict for record in kept if "ordered" in record.nodeid] == ["pass"] * 30
+    again = suite.run("--device", "cuda", "--count", "30", "-n", "1", f"--resume={tmp_path / 'run'}")
+    assert again.code == 0, again.output
+    assert "60 repetitions in" in again.output
+    assert suite.processes() == []
+
+
+def test_memory_that_runs_out_is_infrastructure_of_its_repetition(backend: RealBackend, tmp_path: Path) -> None:
+    ran, kept, _ = run_faulty(tmp_path, "demands", "torch.empty(1 << 46, device=lab.device)", workers="0")
+    assert ran.code == 3, ran.output
+    assert re.search(r"infra: memory ran out in repetition \d+ under .*Tried to allocate", ran.output), ran.output
+    assert re.search(r"cuda:0: [\d,]+ MiB allocated, [\d,]+ MiB reserved by PyTorch, [\d,]+ MiB of", ran.output)
+    assert Counter(record.verdict for record in kept) == {"pass": 59, "infra": 1}

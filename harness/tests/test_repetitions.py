@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import time
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
@@ -218,91 +214,12 @@ HANG_WITH_THE_GIL = (
 )
 
 
-def test_a_hang_with_the_gil_is_cut_and_another_worker_goes_on(suite):
-    suite.write(HANG_WITH_THE_GIL)
-    ran = suite.run("--count", "40", "--repetition-timeout", "5", "-n", "2")
-    assert ran.code == 1, ran.output
-    assert "1 failed, 1 passed" in ran.output
-    assert "hung for 5 s in repetition" in ran.output
-    assert "in test_ordered" in ran.output, "the stacks name the line that hung"
-    assert len([record for record in records(suite) if "test_after" in record.nodeid]) == 40
-
-
 def test_a_hang_with_the_gil_in_one_process_ends_it_with_the_stacks(suite):
     suite.write(HANG_WITH_THE_GIL)
     ran = suite.run("--count", "40", "--repetition-timeout", "5")
     assert ran.code == 1, ran.output
     assert "in test_ordered" in ran.output
     assert len(records(suite)) >= 5, "what had ended is on disk"
-
-
-def test_a_killed_worker_is_infrastructure_and_loses_only_its_repetition(suite):
-    suite.write(
-        "import os, signal\nruns = []\n" + SAFE + "        runs.append(1)\n        if len(runs) == 9:\n"
-        "            os.kill(os.getpid(), signal.SIGKILL)\n" + SAFE.replace("test_ordered", "test_after")
-    )
-    ran = suite.run("--count", "40", "-n", "2")
-    assert ran.code == 3, ran.output
-    assert "1 failed, 1 passed" in ran.output
-    assert "died in repetition" in ran.output
-    assert len([record for record in records(suite) if "test_after" in record.nodeid]) == 40
-    assert [record for record in records(suite) if "test_ordered" in record.nodeid]
-
-
-@ONE_PROCESS_AND_WORKERS
-def test_ctrl_c_keeps_what_has_ended(suite, workers):
-    process = subprocess.Popen(
-        suite.command("--device", "sim", "--count", "1000000", *workers),
-        cwd=suite.folder,
-        env=suite.environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    deadline = time.monotonic() + 60
-    runs = suite.folder / ".sidestream" / "runs"
-    while not [path for path in runs.glob("*/*.jsonl") if path.stat().st_size > 2000]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, output
-    counted = re.search(r"([\d,]+) repetitions in", output)
-    assert counted is not None, output
-    assert int(counted[1].replace(",", "")) >= 10
-
-
-def test_workers_die_with_the_controller(suite):
-    process = subprocess.Popen(
-        suite.command("--device", "sim", "--count", "1000000", "-n", "2"),
-        cwd=suite.folder,
-        env=suite.environment(SIDESTREAM_MARK=str(suite.folder)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    runs = suite.folder / ".sidestream" / "runs"
-    while len(list(runs.glob("*/gw*.jsonl"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-    def alive() -> list[str]:
-        found = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if str(suite.folder).encode() in environ.read_bytes():
-                    found.append(environ.parent.name)
-            except OSError:
-                continue
-        return found
-
-    assert len(alive()) >= 3
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while alive():
-        assert time.monotonic() < deadline, "workers outlived the controller"
-        time.sleep(0.1)
 
 
 @ONE_PROCESS_AND_WORKERS

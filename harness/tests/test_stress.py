@@ -18,7 +18,6 @@ from harness.campaign.numbers import CaseNumbers, Sample, Stratum
 from harness.campaign.reader import read_run
 from harness.campaign.store import RepetitionRecord
 from harness.tests.suite_runner import CONTROL, RACY, SAFE, Ran, Suite, new_suite
-from harness.tests.test_resume import processes_of
 
 # Each repetition draws whether it waits; the seed is fixed, and one process draws in order.
 FLAKY = "import random\ndraw = random.Random(7).random\nruns = []\n" + SAFE.replace(
@@ -144,10 +143,10 @@ def test_nothing_outlives_the_command_and_what_it_has_is_kept(suite):
     while not (suite.folder / "run").exists() or len(records(suite)) < 20:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert len(processes_of(suite.folder)) >= 4
+    assert len(suite.processes()) >= 4
     process.kill()
     process.wait()
-    while processes_of(suite.folder):
+    while suite.processes():
         assert time.monotonic() < deadline, "a process outlived the command"
         time.sleep(0.1)
     kept = len(records(suite))
