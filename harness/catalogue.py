@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
 
-from harness.judge.engine_edges import EDGES, named
+from harness.judge.engine_edges import EDGES
 from harness.markers import contract_sources, control_marker, defect_marker, devices_needed
 from harness.report.outcome import counted
 
@@ -46,10 +45,10 @@ class Entry:
     """For a control, the sentence that makes it unsafe; for a defect, the file that describes it."""
     devices: int
     """How many it needs."""
-    edges: list[str]
-    """The edges of the engine that it crosses; without a run, those that its code alone tells of."""
+    edges: list[str] = field(default_factory=list)
+    """The edges of the engine that it crosses; from a run, as all that follows."""
     streams: list[str] | None = None
-    """The streams that it launches on; from a run, as all that follows."""
+    """The streams that it launches on."""
     twins: dict[str, int] | None = None
     """How many twins there are, by what became of them."""
 
@@ -68,7 +67,7 @@ class Catalogue:
             if study is None:
                 continue
             entry.streams = study["streams"]
-            entry.edges = sorted({*entry.edges, *study["edges"]})
+            entry.edges = study["edges"]
             entry.twins = {}
             for twin in study["twins"]:
                 entry.twins[twin["outcome"]] = entry.twins.get(twin["outcome"], 0) + 1
@@ -191,33 +190,4 @@ def _entry(item: pytest.Function) -> Entry:
         kind=DEFECT if defect else CONTROL if control else SAFE,
         unsafe=defect.report if defect else control.reason if control else None,
         devices=devices_needed(item),
-        edges=sorted(named(_names(item))),
     )
-
-
-def _names(item: pytest.Function) -> set[str]:
-    """The names that a case's code refers to, and that of what it uses of its own file."""
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    found: set[str] = set()
-    seen: set[int] = set()
-    waiting: list[Any] = [item.function, *parameters]
-    while waiting:
-        thing = waiting.pop()
-        thing = getattr(thing, "__func__", thing)
-        if id(thing) in seen or getattr(thing, "__module__", None) != item.module.__name__:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, type):
-            waiting += vars(thing).values()
-        for code in _codes(getattr(thing, "__code__", None)):
-            found.update(code.co_names)
-            waiting += [vars(item.module).get(name) for name in code.co_names]
-    return found
-
-
-def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    if code is not None:
-        yield code
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _codes(constant)

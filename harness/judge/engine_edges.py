@@ -7,11 +7,11 @@ below ``torch/csrc/autograd`` in PyTorch, as of 2.13 (from 2.8 on they are as to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from harness.observe.synchronizations import Synchronization
-from harness.observe.trace import Allocate, Launch, Trace
+from harness.observe.trace import Launch, Trace
 
 INPUT_BUFFER = "InputBuffer::add"
 BEFORE_A_NODE = "Engine::evaluate_function"
@@ -65,7 +65,7 @@ EDGES = {
     ),
     "h": Edge(
         "callbacks at the end of backward",
-        "the case calls queue_callback",
+        "a backward launches outside its nodes",
         "GraphTask::exec_post_processing, Engine::queue_callback (engine.cpp)",
     ),
     "i": Edge(
@@ -80,23 +80,10 @@ EDGES = {
     ),
     "k": Edge(
         "threads of the engine",
-        "nodes run on several devices; or the case uses threads or set_multithreading_enabled",
+        "nodes launch or synchronize on several threads, or what is outside backward does",
         "Engine::thread_init, Engine::ready_queue (engine.cpp)",
     ),
 }
-
-_BY_NAME = {
-    "queue_callback": "h",
-    "set_multithreading_enabled": "k",
-    "Thread": "k",
-    "ThreadPoolExecutor": "k",
-}
-"""What the code of a case refers to, where nothing of a repetition shows that an edge is crossed."""
-
-
-def named(names: Iterable[str]) -> set[str]:
-    """The edges that the names in a case's code tell of."""
-    return {_BY_NAME[name] for name in names if name in _BY_NAME}
 
 
 def crossed(
@@ -110,8 +97,6 @@ def crossed(
         device_of: the device of a stream, by its name.
     """
     found: set[str] = set()
-    launches = [entry for entry in trace if type(entry) is Launch and entry.node is not None]
-    devices = {device_of(launch.id.stream) for launch in launches}
     for each in synchronizations:
         issuer, kind = each.id.issuer, each.id.kind
         if issuer == INPUT_BUFFER and kind == "record_stream":
@@ -126,15 +111,19 @@ def crossed(
         elif issuer == AT_THE_END:
             found |= {"e"} if each.node is None else {"e", "i"}
         else:
-            devices.add(device_of(each.id.stream))
             found.add("a" if recorded is not None and _brings_a_root(recorded) else "b")
             if _is(each.node, "AccumulateGrad"):
                 found.add("d")
-    if len(devices) > 1:
-        found.add("k")
-    pinned = {entry.block for entry in trace if type(entry) is Allocate and entry.stream is None}
-    if any(_is_host_copy(launch, pinned) for launch in launches):
+    launches = [entry for entry in trace if type(entry) is Launch]
+    if any(launch.with_host and launch.node is not None for launch in launches):
         found.add("j")
+    if any(launch.backward is not None and launch.node is None for launch in launches):
+        found.add("h")
+    everything: list[Launch | Synchronization] = [*launches, *synchronizations]
+    in_nodes = {each.thread for each in everything if each.node is not None}
+    outside = {each.thread for each in everything if each.backward is None}
+    if in_nodes and max(len(in_nodes), len(outside)) > 1:
+        found.add("k")
     return found
 
 
@@ -144,10 +133,3 @@ def _brings_a_root(recorded: Synchronization) -> bool:
 
 def _is(node: str | None, name: str) -> bool:
     return node is not None and node.rpartition("::")[2] == name
-
-
-def _is_host_copy(launch: Launch, pinned: set[int]) -> bool:
-    # Pageable memory is no part of the trace, so a copy to or from it has one side alone.
-    if not launch.operation.startswith("aten::copy_"):
-        return False
-    return len({access.write for access in launch.accesses}) == 1 or any(a.block in pinned for a in launch.accesses)

@@ -149,7 +149,7 @@ def find_races(trace: Trace) -> list[Race]:
     conflicts: _Conflicts = {}
     for index, entry in enumerate(trace):
         if isinstance(entry, Launch):
-            (stream, _), _, _, _, accesses = entry
+            stream, accesses = entry.id.stream, entry.accesses
             clock = clocks.get(stream)
             if clock is None:
                 clock = clocks[stream] = host.copy()

@@ -28,6 +28,7 @@ from harness.observe.trace import (
     HostAccess,
     HostSync,
     Launch,
+    Origins,
     Record,
     RecordStream,
     SourceLine,
@@ -220,8 +221,9 @@ class Instrument:
         ]
         if isinstance(self.names, StreamsByAppearance):
             name_by_appearance(raw_synchronizations, self.names)
-        trace, places = self._translate(raw_entries)
-        synchronizations = translate(raw_synchronizations, self.names, self._by_mark(places))
+        origins = Origins()
+        trace, places = self._translate(raw_entries, origins)
+        synchronizations = translate(raw_synchronizations, self.names, origins, self._by_mark(places))
         _bind_to_what_was_asked(trace, synchronizations)
         return Recording(trace, outcomes, report, synchronizations)
 
@@ -230,7 +232,7 @@ class Instrument:
         marks = self._native.entry_marks() if hasattr(self._native, "entry_marks") else range(len(places))
         return dict(zip(marks, places, strict=True))
 
-    def _translate(self, raw_entries: list[tuple[Any, ...]]) -> tuple[Trace, list[tuple[int, ...]]]:
+    def _translate(self, raw_entries: list[tuple[Any, ...]], origins: Origins) -> tuple[Trace, list[tuple[int, ...]]]:
         """The trace, and for each raw entry its places in it."""
         name = self.names.name
 
@@ -244,7 +246,7 @@ class Instrument:
             kind = raw[0]
             place = len(trace)
             if kind == "launch":
-                _, device, stream, index, operation, node, file, line, accesses = raw
+                _, device, stream, index, operation, node, file, line, accesses, *origin, with_host = raw
                 append(
                     Launch(
                         LaunchId(name((device, stream)), index),
@@ -252,6 +254,8 @@ class Instrument:
                         node,
                         SourceLine(file, line) if file else None,
                         tuple(map(Access._make, accesses)),
+                        *origins.numbers(*origin),
+                        with_host,
                     )
                 )
             elif kind == "record":

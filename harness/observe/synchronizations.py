@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.errors import UsageError
 from harness.observe.streams import StreamNames, StreamsByAppearance
-from harness.observe.trace import SourceLine
+from harness.observe.trace import Origins, SourceLine
 
 USER = "user"
 """The issuer of what the caller's own Python code asks for."""
@@ -75,6 +75,10 @@ class Synchronization:
     entries: tuple[int, ...]
     """Its place in the trace; several for a device, none if it is not there (left out, or without meaning)."""
     left_out: bool
+    thread: int = 0
+    """The thread of the host that issued it, numbered as those of launches are."""
+    backward: int | None = None
+    """The backward that it is part of, numbered as those of launches are."""
 
     def describe(self) -> str:
         """In words: ``wait@ambient:0/user (case.py:12)``."""
@@ -115,17 +119,18 @@ def name_by_appearance(raw: list[tuple[Any, ...]], names: StreamsByAppearance) -
 
 
 def translate(
-    raw: list[tuple[Any, ...]], names: StreamNames, places: Mapping[int, tuple[int, ...]]
+    raw: list[tuple[Any, ...]], names: StreamNames, origins: Origins, places: Mapping[int, tuple[int, ...]]
 ) -> list[Synchronization]:
     """The native list in the harness' words.
 
     Args:
         raw: what ``finish_synchronizations`` gave.
         names: names of streams.
+        origins: the numbers of threads and backwards.
         places: where each entry of the device's raw trace is in the translated one, by what the device calls it.
     """
     made = []
-    for kind, device, stream, issuer, index, node, file, line, recorded, entry, left_out, _ in raw:
+    for kind, device, stream, issuer, index, node, file, line, *origin, recorded, entry, left_out, _ in raw:
         where = f"device{device}" if kind == "synchronize_device" else names.name((device, stream))
         made.append(
             Synchronization(
@@ -135,6 +140,7 @@ def translate(
                 recorded if recorded >= 0 else None,
                 places[entry] if entry >= 0 else (),
                 left_out,
+                *origins.numbers(*origin),
             )
         )
     return made

@@ -50,6 +50,13 @@ class Launch(NamedTuple):
     """Where the caller's code enqueued it; for a backward launch, the line of the forward operation it belongs
     to where that is known, else the line that called backward. None where lines were not recorded."""
     accesses: tuple[Access, ...]
+    thread: int = 0
+    """The thread of the host that enqueued it; see :class:`Origins`."""
+    backward: int | None = None
+    """The backward that it is part of; None outside any. In a backward but outside its nodes are the callbacks at its
+    end."""
+    with_host: bool = False
+    """Whether it copies from or to memory of the host, pinned or not."""
 
 
 class Record(NamedTuple):
@@ -127,6 +134,19 @@ class RecordStream(NamedTuple):
     start: int
     stop: int
     stream: str
+
+
+class Origins:
+    """Numbers the threads and the backwards of a repetition by first appearance, so that two runs have the same."""
+
+    def __init__(self) -> None:
+        self._threads: dict[int, int] = {}
+        self._backwards: dict[int, int] = {}
+
+    def numbers(self, thread: int, backward: int) -> tuple[int, int | None]:
+        """The numbers of PyTorch's ``thread`` and of the engine's ``backward``, which is -1 for none."""
+        number = self._threads.setdefault(thread, len(self._threads))
+        return number, self._backwards.setdefault(backward, len(self._backwards)) if backward >= 0 else None
 
 
 Entry: TypeAlias = Launch | Record | Wait | HostSync | HostAccess | Allocate | Free | RecordStream

@@ -272,11 +272,14 @@ def test_without_lines_none_are_recorded(native: ModuleType) -> None:
 def test_equal_bodies_give_equal_traces(native: ModuleType) -> None:
     def run() -> list[tuple[Any, ...]]:
         _, result = _seed_body(native)
-        names: dict[int, int] = {}
-        place = {"launch": 2, "record": 2, "wait": 2, "allocate": 5, "free": 5, "record_stream": 5}  # of the stream
+        names: dict[tuple[int, int], int] = {}
+        streams = {"launch": 2, "record": 2, "wait": 2, "allocate": 5, "free": 5, "record_stream": 5}
+        places = {
+            kind: {place, 10} if kind == "launch" else {place} for kind, place in streams.items()
+        }  # and backwards
         return [
             tuple(
-                names.setdefault(item, len(names)) if position == place[entry[0]] else item
+                names.setdefault((position, item), len(names)) if position in places[entry[0]] else item
                 for position, item in enumerate(entry)
             )
             for entry in result.entries

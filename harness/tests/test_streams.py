@@ -153,8 +153,8 @@ def test_an_outcome_too_few_is_no_outcome(native, instrument):
 
 def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
     native.entries = [
-        ("launch", 0, 5, 0, "aten::fill_", None, "case.py", 3, ((0, 0, 16, True), (1, 4, 8, False))),
-        ("launch", 1, 5, 0, "aten::mul", "MulBackward0", None, 0, ()),
+        ("launch", 0, 5, 0, "aten::fill_", None, "case.py", 3, ((0, 0, 16, True), (1, 4, 8, False)), 70, -1, True),
+        ("launch", 1, 5, 0, "aten::mul", "MulBackward0", None, 0, (), 71, 35, False),
         ("record", 0, 5, 1),
         ("wait", 1, 5, 1),
         ("sync_stream", 0, 5),
@@ -171,8 +171,11 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
         None,
         SourceLine("case.py", 3),
         (Access(0, 0, 16, True), Access(1, 4, 8, False)),
+        thread=0,
+        backward=None,
+        with_host=True,
     )
-    mul = Launch(LaunchId("far", 0), "aten::mul", "MulBackward0", None, ())
+    mul = Launch(LaunchId("far", 0), "aten::mul", "MulBackward0", None, (), thread=1, backward=0)
     assert recording.trace == [
         fill,
         mul,
@@ -202,7 +205,7 @@ def test_every_kind_of_raw_entry_has_its_place_in_the_trace(native, instrument):
 
 def test_synchronizing_a_device_is_synchronizing_its_streams_and_no_others(native, instrument):
     native.entries = [
-        ("launch", 0, 9, 0, "aten::fill_", None, None, 0, ()),
+        ("launch", 0, 9, 0, "aten::fill_", None, None, 0, (), 70, -1, False),
         ("sync_device", 0),
         ("sync_device", 1),
     ]

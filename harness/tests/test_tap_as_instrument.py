@@ -1,4 +1,5 @@
-"""Twins of the suite traced by the tap, as on a GPU, and by the simulator: the same outcomes.
+"""Twins of the suite traced by the tap, as on a GPU, and by the simulator: the same outcomes and the same
+edges of the engine.
 
 Copies, hooks and threads are where the two see things by different ways: pinned memory, the host's own accesses, what
 the caller's code launches inside an operation, memory given up by a thread that runs no operation.
@@ -22,7 +23,11 @@ Outcomes = dict[tuple[str, str], tuple[str, bool, str]]
 """Case and synchronization -> outcome, whether happens-before killed it, the aimed plan."""
 
 
-def outcomes(report: Path, *plugins: str) -> Outcomes:
+Edges = dict[str, list[str]]
+"""Case -> the edges of the engine that it crosses."""
+
+
+def run_twins(report: Path, *plugins: str) -> tuple[Outcomes, Edges]:
     command = [sys.executable, "-m", "pytest", *SUITES, "-k", SELECTED, "--device", "sim", "--twins", "-q"]
     done = subprocess.run(
         [*command, f"--twins-json={report}", *plugins],
@@ -35,7 +40,7 @@ def outcomes(report: Path, *plugins: str) -> Outcomes:
     )
     assert done.returncode == 0, done.stdout[-4000:]
     studies: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
-    return {
+    outcomes = {
         (study["nodeid"], twin["synchronization"]): (
             twin["outcome"],
             "happens-before" in twin["killed_by"],
@@ -44,9 +49,10 @@ def outcomes(report: Path, *plugins: str) -> Outcomes:
         for study in studies
         for twin in study["twins"]
     }
+    return outcomes, {study["nodeid"]: study["edges"] for study in studies}
 
 
 def test_the_tap_kills_the_twins_that_the_simulator_kills_under_the_same_plans(tmp_path: Path) -> None:
-    expected = outcomes(tmp_path / "simulator.json")
-    assert len(expected) > 300
-    assert outcomes(tmp_path / "tap.json", "-p", "harness.tests.tap_as_instrument") == expected
+    expected, edges = run_twins(tmp_path / "simulator.json")
+    assert len(expected) > 300 and {"j", "k"} <= {edge for found in edges.values() for edge in found}
+    assert run_twins(tmp_path / "tap.json", "-p", "harness.tests.tap_as_instrument") == (expected, edges)

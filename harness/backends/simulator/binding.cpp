@@ -84,7 +84,8 @@ py::tuple to_python(const Trace& trace, const TraceEntry& entry) {
     case TraceEntry::kLaunch:
       return py::make_tuple(
           "launch", device, entry.stream, entry.number, to_python(entry.operation), to_python(entry.caller.node),
-          to_python(entry.caller.file), entry.caller.line, accesses_of(trace, entry));
+          to_python(entry.caller.file), entry.caller.line, accesses_of(trace, entry), entry.caller.origin.thread,
+          entry.caller.origin.backward, entry.with_host);
     case TraceEntry::kRecord:
       return py::make_tuple("record", device, entry.stream, entry.number);
     case TraceEntry::kWait:

@@ -107,7 +107,9 @@ Caller describe(bool is_launch) {
 } // namespace
 
 Caller describe_launch() {
-  return describe(true);
+  auto caller = describe(true);
+  caller.origin = Origin::now();
+  return caller;
 }
 
 Caller describe_host_access() {

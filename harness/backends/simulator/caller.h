@@ -1,6 +1,8 @@
 // Who enqueues: the autograd node that is running, and the line of the caller's Python code.
 #pragma once
 
+#include "origin.h"
+
 #include <cstdint>
 #include <string>
 
@@ -10,6 +12,7 @@ struct Caller {
   const std::string* node = nullptr; // null outside backward; interned, never freed
   const std::string* file = nullptr; // null where lines are not wanted or not known; interned, never freed
   int line = 0;
+  Origin origin = {}; // of a launch
 };
 
 const std::string* intern(const std::string& text);

@@ -20,6 +20,8 @@
 namespace sidestream {
 namespace {
 
+thread_local bool within_operator_of_device = false;
+
 struct CopyKernel final : Work {
   at::Tensor source;
   at::Tensor destination;
@@ -91,6 +93,7 @@ void copy_from_host(const at::Tensor& source, const at::Tensor& destination, boo
   aliases.forget();
   Launch launch{name, std::move(kernel), std::move(accesses)};
   launch.copied_bytes = static_cast<int64_t>(destination.nbytes());
+  launch.with_host = !within_operator_of_device;
   scheduler.submit(stream, std::move(launch));
   if (!non_blocking) {
     scheduler.synchronize_stream(stream);
@@ -122,6 +125,7 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& destination, bool 
   aliases.forget();
   Launch launch{name, std::move(kernel), std::move(accesses)};
   launch.copied_bytes = static_cast<int64_t>(destination.nbytes());
+  launch.with_host = !within_operator_of_device;
   scheduler.submit(stream, std::move(launch));
   // A copy to pageable memory returns when it is done, whatever was asked for.
   if (!non_blocking || !is_written_when_it_runs) {
@@ -142,6 +146,12 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& destination, bool 
 }
 
 } // namespace
+
+WithinOperatorOfDevice::WithinOperatorOfDevice() : was_within_(std::exchange(within_operator_of_device, true)) {}
+
+WithinOperatorOfDevice::~WithinOperatorOfDevice() {
+  within_operator_of_device = was_within_;
+}
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   static const auto* name = intern("aten::copy_");

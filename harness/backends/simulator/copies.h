@@ -14,4 +14,17 @@ namespace sidestream {
 // The kernel of `_copy_from`, which is what `copy_` calls where one of the two tensors is on a simulated device.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking);
 
+// While it exists, what this thread copies is how the simulator computes an operator, and no copy with the host that a program
+// asked for.
+class WithinOperatorOfDevice {
+ public:
+  WithinOperatorOfDevice();
+  ~WithinOperatorOfDevice();
+  WithinOperatorOfDevice(const WithinOperatorOfDevice&) = delete;
+  WithinOperatorOfDevice& operator=(const WithinOperatorOfDevice&) = delete;
+
+ private:
+  bool was_within_;
+};
+
 } // namespace sidestream

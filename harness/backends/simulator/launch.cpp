@@ -2,6 +2,7 @@
 
 #include "allocator.h"
 #include "byte_ranges.h"
+#include "copies.h"
 #include "device_hooks.h"
 #include "output_metadata.h"
 #include "python_frames.h"
@@ -389,6 +390,7 @@ void launch_for_values(
   auto& stream = scheduler.stream(device, current_stream(device));
   scheduler.submit(stream, Launch{traits.name, std::move(kernel), std::move(accesses)});
   scheduler.synchronize_stream(stream);
+  const WithinOperatorOfDevice within;
   auto dense_to_device = [&](const at::Tensor& result) {
     auto output = empty_on_device(device, result.sizes(), result.strides(), result.scalar_type());
     output.copy_(result, /*non_blocking=*/true);

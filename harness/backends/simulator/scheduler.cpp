@@ -218,6 +218,7 @@ void Scheduler::submit(Stream& stream, Launch launch) {
     entry.number = task.index;
     entry.operation = launch.operation;
     entry.caller = caller;
+    entry.with_host = launch.with_host;
     trace.add_with_accesses(entry, launch.accesses);
     if (hold >= 0) {
       holds[hold].state = Hold::kPending;

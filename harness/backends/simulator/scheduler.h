@@ -80,6 +80,7 @@ struct Launch {
   std::vector<Access> accesses;
   int64_t copied_bytes = 0; // between host and device, or between devices
   int64_t cycles = 0; // of a sleep
+  bool with_host = false; // whether it copies from or to memory of the host
 };
 
 struct Task {

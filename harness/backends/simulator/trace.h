@@ -43,6 +43,7 @@ struct TraceEntry {
   int64_t size_bytes = 0; // of the block that is allocated, freed or recorded on a stream
   const std::string* operation = nullptr;
   Caller caller = {};
+  bool with_host = false; // whether a launch copies from or to memory of the host
   uint32_t first = 0; // accesses of a launch or of the host, events of an allocation or a free: [first, first + count)
   uint32_t count = 0;
 };

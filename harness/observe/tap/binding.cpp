@@ -104,7 +104,8 @@ py::tuple as_tuple(const Entry& entry) {
     case EntryKind::Launch:
       return py::make_tuple(
           "launch", device, entry.on.stream, entry.number, text(entry.operation), text(entry.node),
-          file_of(entry.line), entry.line.line, accesses_of(entry));
+          file_of(entry.line), entry.line.line, accesses_of(entry), entry.origin.thread, entry.origin.backward,
+          entry.with_host);
     case EntryKind::Record:
       return py::make_tuple("record", device, entry.on.stream, entry.number);
     case EntryKind::Wait:

@@ -480,7 +480,8 @@ void observe_launch(const Operation& operation, Arguments arguments, std::unique
       repetition().copy_uses(copy.host->storage(), copy.non_blocking ? std::optional(key) : std::nullopt);
     }
     const auto ticket = repetition().launch(
-        key, operation.name, cause.node, cause.line, std::move(touched.accesses), touched.storages);
+        key, operation.name, cause.node, cause.line, copy.host != nullptr, std::move(touched.accesses),
+        touched.storages);
     const bool integers = std::any_of(
         touched.storages.begin(), touched.storages.end(), [](const TouchedStorage& storage) { return storage.integers; });
     running->trace(ticket.entry, stream, operation.return_count, integers);

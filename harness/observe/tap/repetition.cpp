@@ -152,6 +152,7 @@ LaunchTicket Repetition::launch(
     const std::string* operation,
     const std::string* node,
     SourceLine line,
+    bool with_host,
     std::vector<AccessedBytes> accesses,
     const std::vector<TouchedStorage>& storages) {
   const std::lock_guard lock(mutex_);
@@ -161,6 +162,8 @@ LaunchTicket Repetition::launch(
   entry.operation = operation;
   entry.node = node;
   entry.line = line;
+  entry.with_host = with_host;
+  entry.origin = Origin::now();
   entry.accesses = std::move(accesses);
   return enter_launch(std::move(entry));
 }

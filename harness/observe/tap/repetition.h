@@ -17,6 +17,7 @@
 
 #include "device_memory.h"
 #include "host_memory.h"
+#include "origin.h"
 #include "source_lines.h"
 #include "stream_key.h"
 
@@ -48,6 +49,8 @@ struct Entry {
   std::vector<AccessedBytes> accesses{}; // of a launch or of the host
   int64_t launch = -1; // the entry of the launch that this is part of
   int64_t mark = -1; // tells it from others wherever it is moved to; launches have none
+  Origin origin{}; // of a launch
+  bool with_host = false; // whether a launch copies from or to memory of the host
 };
 
 // A launch in the trace.
@@ -116,12 +119,13 @@ class Repetition {
   }
   void set_preparing(bool on);
 
-  // `storages` are what the accesses are part of.
+  // `storages` are what the accesses are part of; `with_host` is whether it copies from or to memory of the host.
   LaunchTicket launch(
       StreamKey on,
       const std::string* operation,
       const std::string* node,
       SourceLine line,
+      bool with_host,
       std::vector<AccessedBytes> accesses,
       const std::vector<TouchedStorage>& storages);
   // What it gave back, once it has returned. Memory that was handed out to a launch inside it is that launch's.

@@ -57,7 +57,8 @@ py::list finish_synchronizations() {
     const auto file = each.line.known() ? py::object(py::str(file_name(each.line.file))) : py::object(py::none());
     made.append(py::make_tuple(
         kKinds[static_cast<size_t>(each.kind)], static_cast<int>(each.on.device), each.on.stream, text(each.issuer),
-        each.index, text(each.node), file, each.line.line, each.recorded, each.entry, each.left_out, each.appearance));
+        each.index, text(each.node), file, each.line.line, each.origin.thread, each.origin.backward, each.recorded,
+        each.entry, each.left_out, each.appearance));
   }
   return made;
 }

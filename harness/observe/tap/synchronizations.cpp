@@ -68,6 +68,7 @@ void Synchronizations::issue(
     return;
   }
   Synchronization made{kind, on};
+  made.origin = Origin::now();
   made.issuer = issuer != nullptr ? issuer : current_issuer();
   if (const auto node = torch::autograd::get_current_node()) {
     made.node = interned(node->name());

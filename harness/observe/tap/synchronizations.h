@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "origin.h"
 #include "repetition.h"
 #include "source_lines.h"
 
@@ -32,6 +33,7 @@ struct Synchronization {
   const std::string* issuer = nullptr;
   const std::string* node = nullptr; // the autograd node that is running
   SourceLine line;
+  Origin origin;
   int64_t index = 0; // among those of the same kind, stream and issuer
   int64_t appearance = 0; // of the stream; see SynchronizationName
   int64_t recorded = -1; // of an event: the position here of the recording that it has
