@@ -17,8 +17,9 @@ from rich.table import Table
 
 import harness
 from harness import doctor_commands, result_commands, stress
-from harness.errors import SidestreamError, UsageError
+from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.exit_codes import ExitCode
+from harness.files import write_whole
 from harness.processes import interrupt_when_terminated, preexec_dies_with_this_process, run_child
 
 _TYPER_USAGE = 2
@@ -169,8 +170,8 @@ def catalogue(
     with tempfile.TemporaryDirectory() as folder:
         cases, twins = Path(folder) / "cases.json", Path(folder) / "twins.json"
         code = _pytest(["-q", "--collect-only", "--catalogue-json", str(cases)], tests)
-        if not cases.exists():
-            raise typer.Exit(code)
+        if code or not cases.exists():
+            raise typer.Exit(code or int(ExitCode.INFRASTRUCTURE))
         made = catalogue.Catalogue.from_json(json.loads(cases.read_text()))
         if with_twins:
             workers = ["-n", processes] if processes is not None else []
@@ -182,11 +183,18 @@ def catalogue(
     elif write and code:
         _announce(f"{catalogue.PATH} was left as it is, since the twins did not end well.")
     elif write:
-        catalogue.PATH.write_text(made.to_markdown())
+        _write(catalogue.PATH, made.to_markdown())
         _announce(f"Wrote {catalogue.PATH}")
     else:
         print(made.to_markdown(), end="")
     raise typer.Exit(code)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InfrastructureError(f"{path} could not be written ({error.strerror}) and is as it was.") from None
 
 
 def _pytest_command(options: list[str], tests: list[str] | None) -> list[str]:
@@ -207,7 +215,7 @@ def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) ->
         preexec_fn=preexec_dies_with_this_process(),
     )
     if done.returncode:
-        _announce(done.stdout)
+        _announce(done.stdout.strip())
     return done.returncode
 
 
@@ -237,7 +245,7 @@ def operators(
         raise UsageError(f"--dtype takes float32 or float64, not '{dtype}'.")
     if not names:
         table = survey.survey(processes, _announce)
-        survey.TABLE.write_text(table.to_markdown())
+        _write(survey.TABLE, table.to_markdown())
         for direction, outcomes in table.outcomes.items():
             print(f"{direction}: {len(outcomes.passed)} pass, {len(outcomes.out)} out")
         _announce(f"Wrote {survey.TABLE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,9 @@ COMMAND = "python -m harness catalogue --twins --write"
 
 SAFE, CONTROL, DEFECT = "safe", "control", "defect"
 
-_MEASURED = {"| `": 6, "| **": 4}
+_STATIC_COLUMNS = 6
+"""Of the table of tests, those that need no run."""
+_MEASURED = {"| `": _STATIC_COLUMNS, "| **": 4}
 """How many columns of a table come before those that only a run can fill, by how its rows begin."""
 _TWINS = "Twins: "
 
@@ -73,8 +76,9 @@ class Catalogue:
                 entry.twins[twin["outcome"]] = entry.twins.get(twin["outcome"], 0) + 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with what the edges are and how many cases cross each."""
-        edges = {name: {**edge._asdict(), "cases": self._crossing(name)} for name, edge in EDGES.items()}
+        """Plain data, with what the edges are and how many cases cross each (None without a run)."""
+        crossing = {name: self._crossing(name) if self.is_measured else None for name in EDGES}
+        edges = {name: {**edge._asdict(), "cases": crossing[name]} for name, edge in EDGES.items()}
         return {"cases": [asdict(entry) for entry in self.entries], "edges": edges}
 
     @classmethod
@@ -95,25 +99,35 @@ class Catalogue:
             f"{kinds[1]:,} controls (unsafe by their contract, so they must be seen to race), {kinds[2]:,} of known "
             "defects of PyTorch (safe by their contract, and seen to race or to raise since PyTorch is wrong).",
             "",
-            f"{_TWINS}{_describe_twins(self.entries) or 'not run'}.",
-            "",
-            "## Edges of the autograd engine",
-            "",
-            "| edge | what it orders | crossed where | source | cases |",
-            "|---|---|---|---|---:|",
         ]
-        for name, edge in EDGES.items():
-            lines.append(_row([f"**{name}**", edge.what, edge.seen_as, edge.source, f"{self._crossing(name):,}"]))
+        if self.is_measured:
+            lines += [
+                f"{_TWINS}{_describe_twins(self.entries) or 'not run'}.",
+                "",
+                "## Edges of the autograd engine",
+                "",
+                "| edge | what it orders | crossed where | source | cases |",
+                "|---|---|---|---|---:|",
+            ]
+            for name, edge in EDGES.items():
+                lines.append(_row([f"**{name}**", edge.what, edge.seen_as, edge.source, f"{self._crossing(name):,}"]))
+        else:
+            lines.append("The streams, the edges of the engine and the twins of each case: `--twins` runs them.")
+        names = ("test", "promise", "source", "kind", "cases", "devices", "streams", "edges", "twins")
+        rules = ("---", "---", "---", "---", "---:", "---:", "---:", "---", "---")
+        shown = len(names) if self.is_measured else _STATIC_COLUMNS
         for family in families:
             entries = [entry for entry in self.entries if entry.family == family]
             lines += ["", f"## [{family}](../{family})", "", entries[0].contract, ""]
-            lines += [
-                "| test | promise | source | kind | cases | devices | streams | edges | twins |",
-                "|---|---|---|---|---:|---:|---:|---|---|",
-            ]
+            lines += [_row(names[:shown]), f"|{'|'.join(rules[:shown])}|"]
             for case in dict.fromkeys(entry.case for entry in entries):
-                lines.append(_row(_cells([entry for entry in entries if entry.case == case])))
+                lines.append(_row(_cells([entry for entry in entries if entry.case == case])[:shown]))
         return "\n".join(lines) + "\n"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a run has told of a case's streams, edges and twins."""
+        return any(entry.streams is not None for entry in self.entries)
 
     def _crossing(self, edge: str) -> int:
         return sum(edge in entry.edges for entry in self.entries)
@@ -140,7 +154,7 @@ def _cells(entries: Sequence[Entry]) -> list[str]:
         unsafe = f" *Unsafe: {first.unsafe}*"
     elif first.kind == DEFECT:
         path = Path(str(first.unsafe))
-        unsafe = f" *Wrong in PyTorch: [{path.stem}]({path.relative_to('docs')}).*"
+        unsafe = f" *Wrong in PyTorch: [{path.stem}]({_from_docs(path)}).*"
     streams = sorted({len(entry.streams) for entry in entries if entry.streams is not None})
     return [
         f"`{first.case}`",
@@ -153,6 +167,11 @@ def _cells(entries: Sequence[Entry]) -> list[str]:
         " ".join(sorted({edge for entry in entries for edge in entry.edges})),
         _describe_twins(entries),
     ]
+
+
+def _from_docs(path: Path) -> str:
+    """A file's path as the document links it."""
+    return Path(os.path.relpath(path, "docs")).as_posix()
 
 
 def _describe_twins(entries: Iterable[Entry]) -> str:

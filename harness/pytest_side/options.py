@@ -12,6 +12,7 @@ import pytest
 
 from harness.campaign.options import DEFAULT_LIMIT_S, Options
 from harness.errors import UsageError
+from harness.files import require_writable
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.hold import DEFAULT_KIND, KINDS, require_kind
 from harness.perturb.load import DEFAULT_MEMORY_MIB, DIMENSIONS, parse_loads, parse_memory_mib, require_device
@@ -191,6 +192,7 @@ def options_of(config: pytest.Config) -> Options:
     _check_twin_options(option)
     _check_questions(config)
     _check_budgets(config)
+    _check_files(option)
     if option.resume is not None and option.results is not None:
         raise UsageError("--resume goes on in the folder of a run, and --results names a new one: give one of them.")
     from harness.campaign import csan
@@ -260,9 +262,26 @@ def _check_questions(config: pytest.Config) -> None:
         raise UsageError("--script writes one repetition: say which with --plan.")
     if option.script is not None and (option.leave_out or option.misdirect):
         raise UsageError("--script cannot leave out or misdirect what PyTorch does; it writes cases as they are.")
-    script = option.script
-    if script not in (None, "-") and not Path(script).absolute().parent.is_dir():
-        raise UsageError(f"--script {script}: there is no such folder.")
+
+
+def _check_files(option: Any) -> None:
+    """Files that are written at the end are not to be found unwritable there."""
+    files = {
+        "--script": None if option.script == "-" else option.script,
+        "--twins-json": option.twins_json,
+        "--catalogue-json": option.catalogue_json,
+        "--junitxml": getattr(option, "xmlpath", None),
+    }
+    for name, given in files.items():
+        if given is None:
+            continue
+        path = Path(given)
+        try:
+            if name == "--junitxml":
+                path.absolute().parent.mkdir(parents=True, exist_ok=True)  # as pytest does
+            require_writable(path)
+        except OSError as error:
+            raise UsageError(f"{name} {path} cannot be written ({error.strerror}): name another file.") from None
 
 
 def _check_twin_options(option: Any) -> None:
@@ -287,5 +306,3 @@ def _check_twin_options(option: Any) -> None:
     ):
         if given:
             raise UsageError(f"--twins chooses plans, repetitions and what to leave out itself; leave out {name}.")
-    if option.twins_json is not None and not Path(option.twins_json).absolute().parent.is_dir():
-        raise UsageError(f"--twins-json {option.twins_json}: there is no such folder.")

@@ -10,6 +10,7 @@ import pytest
 
 from harness import distribution
 from harness.errors import InfrastructureError, SidestreamError, UsageError
+from harness.files import write_whole
 from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _write_script(item: pytest.Function, case: Case, arguments: dict[str, object
         run.answers += text.splitlines()
         return
     try:
-        Path(path).write_text(text)
+        write_whole(Path(path), text)
     except OSError as error:
         raise UsageError(f"--script {path}: {error.strerror}.") from None
     run.answers.append(f"script: {path}")

@@ -19,6 +19,7 @@ from harness.campaign.reader import Run
 from harness.campaign.statistics import race_rate_interval
 from harness.campaign.store import RepetitionRecord, case_key
 from harness.errors import UsageError
+from harness.files import write_whole
 from harness.judge.verdict import Verdict
 from harness.perturb.load.load import LoadReport
 from harness.report.drawing import STYLE, draw
@@ -135,7 +136,7 @@ def write_html(path: Path, report: Report) -> None:
     """
     text = to_html(report, path.absolute().parent)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise UsageError(f"--html {path}: {error.strerror}; name another file.") from None
 

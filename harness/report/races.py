@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from harness.campaign.options import Options
 from harness.campaign.repetition import Repetition
 from harness.campaign.result import KEPT_CAUSES
 from harness.campaign.store import repetition_id
+from harness.files import write_whole
 from harness.judge.verdict import Verdict
 from harness.observe.trace import SourceLine
 from harness.report.failure import describe_failure, replay_command
@@ -163,15 +163,11 @@ class RaceKeeper:
         )
 
     def _write(self, path: Path, race: KeptRace) -> bool:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(json.dumps(race.to_json(), separators=(",", ":")))
-            temporary.replace(path)
+            write_whole(path, json.dumps(race.to_json(), separators=(",", ":")))
         except OSError as error:
             self.failure = self.failure or f"a timeline could not be written to {path.parent}: {error.strerror}."
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return False
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import statistics
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from harness.campaign.options import Options
 from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, VALUES, Twin, TwinStudy
+from harness.files import write_whole
 from harness.perturb.hold import DEFAULT_KIND
 from harness.report.outcome import counted
 from harness.report.tables import add_by_file, new_table, rate, rendered
@@ -211,18 +211,7 @@ def write_twins_json(path: Path, studies: Sequence[TwinStudy], options: Options)
         ],
         "cases": [study.to_json() for study in studies],
     }
-    path = path.resolve()  # a link stays one
-    if path.exists() and not path.is_file():  # a pipe, a terminal
-        path.write_text(json.dumps(data, indent=1))
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("x") as file:
-            json.dump(data, file, indent=1)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(data, indent=1))
 
 
 def _families(studies: Iterable[TwinStudy]) -> dict[str, list[Twin]]:

@@ -35,6 +35,8 @@ def errors(output: str) -> list[str]:
         (["--results", "/dev/null/results"], "/dev/null/results"),
         (["--repetition-timeout", "nan"], "--repetition-timeout nan makes no sense"),
         (["--hold-ms", "inf"], "--hold-ms inf holds nothing"),
+        (["--junitxml", "/proc/junit.xml"], "--junitxml /proc/junit.xml cannot be written (No such file or directory)"),
+        (["--catalogue-json", "."], "--catalogue-json . cannot be written (Is a directory): name another file."),
         (["-n", "-1"], "-n -1 makes no worker"),
         (["-n", "2", "--dist", "each"], "--dist each"),
         (["-n", "2", "--device", "tpu"], "--device tpu is unknown"),

@@ -338,7 +338,7 @@ def test_the_command_prints_json_and_exits_like_pytest(suite):
         (("--twins", "--twin-repetitions", "0"), "give a number from 1 on"),
         (("--twins-json", "twins.json"), "--twins-json goes with --twins"),
         (("--csan",), "--csan goes with --twins"),
-        (("--twins", "--twins-json", "nowhere/twins.json"), "there is no such folder"),
+        (("--twins", "--twins-json", "nowhere/twins.json"), "cannot be written (No such file or directory)"),
         (("--leave-out", "nonsense"), "'nonsense' names no synchronization: write kind@stream:index/issuer"),
         (("--misdirect", "record_stream@a:0/user"), "only the wait for an event can be misdirected"),
         (("--leave-out", "wait@a:0/user", "--misdirect", "wait@a:0/user"), "give one of them"),
