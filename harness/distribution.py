@@ -331,6 +331,7 @@ class Controller:
         told = getattr(node, "workeroutput", {}).get("sidestream", {})
         self._run.load_reports += map(LoadReport.from_json, told.get("loads", []))
         self._run.failures += told.get("failures", [])
+        self._run.usage_errors += told.get("usage_errors", [])
 
     def _take(self, node: Any, report: Report) -> Iterator[Report]:
         nodeid, position, slices = split(report.nodeid)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -10,6 +13,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from harness.campaign.case import Control
 from harness.errors import SidestreamError, UsageError
 
+KINDS = ("cuda", "sim")
+"""The kinds of device, as ``--device`` names them."""
 _CONTROL = '@pytest.mark.control("why it is unsafe", aim="the racing stream")'
 _DEFECT = (
     '@pytest.mark.defect("docs/defects/report.md", aim="the racing stream", torch=">=2.7,<2.16", devices=("cuda", '
@@ -46,11 +51,12 @@ def control_marker(item: pytest.Item) -> Control | None:
     marker = item.get_closest_marker("control")
     if marker is None:
         return None
-    reason = marker.args[0] if marker.args else marker.kwargs.get("reason")
-    aim = marker.kwargs.get("aim")
-    if not reason or not aim:
-        raise UsageError(f"{item.nodeid}: write {_CONTROL}.")
-    return Control(reason, aim)
+    given = _given(marker, "reason")
+    missing = [name for name in ("reason", "aim") if not _is_text(given.get(name))]
+    if missing or set(given) != {"reason", "aim"}:
+        problem = "needs no more than reason and aim" if not missing else f"lacks a text as {' and '.join(missing)}"
+        raise UsageError(f"{item.nodeid}: the marker control {problem}: write {_CONTROL}.")
+    return Control(given["reason"], given["aim"])
 
 
 def devices_needed(item: pytest.Item) -> int:
@@ -84,30 +90,65 @@ def contract_sources(item: pytest.Item) -> list[str]:
 
 
 def defect_marker(item: pytest.Item) -> Defect | None:
-    """What the marker ``defect`` says of a case.
+    """What the marker ``defect`` says of a case; its report is named as seen from pytest's root.
 
     Raises:
-        UsageError: the marker lacks something, or its versions are none.
+        UsageError: the marker lacks something, or has nonsense; or its report is not there.
     """
     marker = item.get_closest_marker("defect")
     if marker is None:
         return None
-    given = {**({"report": marker.args[0]} if marker.args else {}), **marker.kwargs}
-    aim, raises, devices = given.get("aim"), given.get("raises"), given.get("devices")
-    if (
-        set(given) not in ({"report", "torch", "devices", how} for how in ("aim", "raises"))
-        or not all(isinstance(given[name], str) and given[name] for name in ("report", "torch"))
-        or (isinstance(raises, type) and issubclass(SidestreamError, raises))  # which would hide what the harness finds
-        or not ((isinstance(aim, str) and aim) or (isinstance(raises, type) and issubclass(raises, Exception)))
-        or not isinstance(devices, tuple)
-        or not devices
-    ):
-        raise UsageError(f"{item.nodeid}: write {_DEFECT}.")
+    given = _given(marker, "report")
+    problem = _defect_problem(given, item.config.rootpath)
+    if problem is not None:
+        raise UsageError(f"{item.nodeid}: the marker defect {problem}: write {_DEFECT}.")
+    return Defect(
+        given["report"], given.get("aim"), SpecifierSet(given["torch"]), given["devices"], given.get("raises")
+    )
+
+
+def _given(marker: pytest.Mark, first: str) -> dict[str, Any]:
+    """What a marker was given by name; its positional arguments after the first one have none and are kept as such."""
+    names = (first, *map(str, range(1, len(marker.args))))
+    return {**dict(zip(names, marker.args, strict=False)), **marker.kwargs}
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _defect_problem(given: Mapping[str, Any], root: Path) -> str | None:
+    """What is wrong with a marker ``defect``; None if nothing is."""
+    known = ("report", "aim", "torch", "devices", "raises")
+    missing = [name for name in ("report", "torch", "devices") if name not in given]
+    if not {"aim", "raises"} & given.keys():
+        missing.append("aim (or raises)")
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    if unknown := [name for name in given if name not in known]:
+        return f"takes nothing beside {', '.join(known)}, and was given {', '.join(unknown)}"
+    if {"aim", "raises"} <= given.keys():
+        return "takes aim or raises, and was given both"
+    not_texts = [name for name in ("report", "aim", "torch") if name in given and not _is_text(given[name])]
+    if not_texts:
+        return f"takes a text as {' and '.join(not_texts)}"
+    if "raises" in given and not _is_raisable(given["raises"]):
+        return "takes as raises an exception of PyTorch's or your own, narrower than Exception"
+    devices = given["devices"]
+    if not isinstance(devices, tuple) or not devices or any(kind not in KINDS for kind in devices):
+        return f"takes as devices a tuple of {' and '.join(map(repr, KINDS))}, and was given {devices!r}"
     try:
-        versions = SpecifierSet(given["torch"])
+        SpecifierSet(given["torch"])
     except InvalidSpecifier:
-        raise UsageError(f"{item.nodeid}: {given['torch']!r} names no versions of torch: write {_DEFECT}.") from None
-    return Defect(given["report"], aim, versions, devices, raises)
+        return f"takes versions as torch, which {given['torch']!r} are not"
+    if not (root / given["report"]).is_file():
+        return f"names {given['report']} as its report, and there is no such file in {root}"
+    return None
+
+
+def _is_raisable(given: object) -> bool:
+    # What is so wide that it takes our own errors in would hide what the harness finds.
+    return isinstance(given, type) and issubclass(given, Exception) and not issubclass(SidestreamError, given)
 
 
 def control_of(item: pytest.Item, torch_version: str, device: str) -> Control | None:
@@ -116,14 +157,30 @@ def control_of(item: pytest.Item, torch_version: str, device: str) -> Control | 
     Raises:
         UsageError: its markers are incomplete, or contradict each other.
     """
+    control, defect = _require_one_kind(item)
+    if defect is None or defect.aim is None or not defect.affects(torch_version, device):
+        return control
+    return Control(defect.report, defect.aim, defect=True)
+
+
+def check(item: pytest.Item) -> None:
+    """Refuse a case whose markers make no sense, wherever it is to run.
+
+    Raises:
+        UsageError: they do not.
+    """
+    devices_needed(item)
+    contract_sources(item)
+    _require_one_kind(item)
+
+
+def _require_one_kind(item: pytest.Item) -> tuple[Control | None, Defect | None]:
     control, defect = control_marker(item), defect_marker(item)
     if control is not None and defect is not None:
         raise UsageError(
             f"{item.nodeid} is both a control and a defect: a case is unsafe by its contract, or it is not."
         )
-    if defect is None or defect.aim is None or not defect.affects(torch_version, device):
-        return control
-    return Control(defect.report, defect.aim, defect=True)
+    return control, defect
 
 
 def expect_defect_to_raise(item: pytest.Item, torch_version: str, device: str) -> None:

@@ -225,11 +225,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     config = session.config
     run = config.stash[RUN]
-    _expect_defects(session.items, run.options.device)
+    try:
+        _check_cases(session.items, run)
+    except UsageError as error:
+        if not hasattr(config, "workerinput"):
+            raise pytest.UsageError(str(error)) from None
+        # xdist would call it an internal error: the controller says it once this worker has ended without a test.
+        run.usage_errors.append(str(error))
+        session.items.clear()
+    # All workers collect the same; the first one that is started writes.
+    if run.worker in ("main", "gw0") and config.option.catalogue_json is not None:
+        _write_catalogue(Path(config.option.catalogue_json), session.items, run)
     if hasattr(config, "workerinput"):
         distribution.slice_items(session.items, config.workerinput["workercount"], repetition_count)
-    if run.prints_summary and config.option.catalogue_json is not None:
-        _write_catalogue(Path(config.option.catalogue_json), session.items)
     if run.worker != "main" or config.option.collectonly:
         return
     from harness.report.progress import terminal_progress
@@ -240,19 +248,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     run.progress.total = sum(count or 0 for count in counts) if None not in counts else None
 
 
-def _expect_defects(items: Iterable[pytest.Item], device: str) -> None:
+def _check_cases(items: Iterable[pytest.Item], run: Run) -> None:
+    from harness import markers
+
+    cases = [item for item in items if "lab" in getattr(item, "fixturenames", ())]
+    for item in cases:
+        markers.check(item)
+    run.case_count = len(cases)
     marked = [item for item in items if item.get_closest_marker("defect") is not None]
     if not marked:
         return
     import torch
 
-    from harness.markers import expect_defect_to_raise
-
     for item in marked:
-        try:
-            expect_defect_to_raise(item, torch.__version__, device)
-        except UsageError as error:
-            raise pytest.UsageError(str(error)) from None
+        markers.expect_defect_to_raise(item, torch.__version__, run.options.device)
 
 
 def _require_one_case(run: Run, items: list[pytest.Item]) -> None:
@@ -266,17 +275,19 @@ def _require_one_case(run: Run, items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"{named[0]} asks one case, and {len(cases)} are selected: give its node id.")
 
 
-def _write_catalogue(path: Path, items: Iterable[pytest.Item]) -> None:
+def _write_catalogue(path: Path, items: Iterable[pytest.Item], run: Run) -> None:
     import json
 
     from harness import catalogue
+    from harness.files import write_whole
 
     try:
-        path.write_text(json.dumps(catalogue.collect(items).to_json(), indent=1))
-    except UsageError as error:
-        raise pytest.UsageError(str(error)) from None
+        write_whole(path, json.dumps(catalogue.collect(items).to_json(), indent=1))
     except OSError as error:
-        raise pytest.UsageError(f"--catalogue-json {path}: {error.strerror}.") from None
+        sentence = f"--catalogue-json {path}: {error.strerror}."
+        if run.prints_summary:
+            raise pytest.UsageError(sentence) from None
+        run.failures.append(sentence)
 
 
 # Running.
@@ -368,7 +379,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         run.close()
         if hasattr(session.config, "workeroutput"):
             loads = [dataclasses.asdict(report) for report in run.load_reports]
-            session.config.workeroutput["sidestream"] = {"loads": loads, "failures": run.failures}
+            told = {"loads": loads, "failures": run.failures, "usage_errors": run.usage_errors}
+            session.config.workeroutput["sidestream"] = told
     result = yield
     if run is not None:
         controller = session.config.pluginmanager.getplugin("sidestream-controller")

@@ -92,6 +92,10 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
+def _devices(count: int) -> str:
+    return "is only device 0" if count == 1 else f"are devices 0 to {count - 1}"
+
+
 class Lab:
     """What a case works with; the fixture ``lab``."""
 
@@ -133,8 +137,14 @@ class Lab:
             device: index of the device.
 
         Raises:
-            UsageError: the device has no further distinct stream, or the name would not be readable in a plan.
+            UsageError: there is no such device, or it has no further distinct stream, or the name would not be
+                readable in a plan.
         """
+        if device not in range(self._backend.device_count):
+            raise UsageError(
+                f"stream {name!r} is to be on device {device}, and there {_devices(self._backend.device_count)}: a "
+                "case that needs more says so with @pytest.mark.devices(count)."
+            )
         if name == "default":
             return self._defaults[device]
         stream = self._streams.get(name)

@@ -63,6 +63,8 @@ def settle_exit_code(run: Run, status: int) -> int:
     A race is a definite answer and outranks everything; a usage error comes before a broken machine, and that before a
     run that proves nothing.
     """
+    if status == ExitCode.NOTHING_RAN and run.usage_errors:
+        return ExitCode.USAGE
     if status not in (ExitCode.CLEAN, ExitCode.RACE):
         return status
     if any(not report.is_delivered for report in run.load_reports):
@@ -88,6 +90,8 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
         _report_twins(terminalreporter, config, run)
     for answer in run.answers:
         terminalreporter.write_line(answer)
+    for error in dict.fromkeys(run.usage_errors):
+        terminalreporter.write_line(f"ERROR: {error}", red=True)
     if not run.results:
         _write_warnings(terminalreporter, run)
         return

@@ -49,6 +49,10 @@ class Run:
     load_reports: list[LoadReport] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """What went wrong beside the cases, a sentence each."""
+    usage_errors: list[str] = field(default_factory=list)
+    """Why the cases could not be run as asked, a sentence each."""
+    case_count: int = 0
+    """How many cases are selected; known where they are collected."""
     answers: list[str] = field(default_factory=list)
     """What a case was asked instead of being repeated has these answers, a sentence each."""
     progress: Progress | None = None

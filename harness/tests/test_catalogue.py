@@ -162,10 +162,10 @@ def test_a_report_outside_of_docs_is_linked_all_the_same(listed: Any) -> None:
 
 
 def test_workers_write_it_as_well(suite: Suite, listed: Any) -> None:
-    ran = suite.run("-n", "1", "--catalogue-json", "cases.json", "-k", "at_once")
+    ran = suite.run("-n", "1", "--catalogue-json", "cases.json", "-k", "unordered")
     assert ran.code == 0, ran.output
     written = json.loads((suite.folder / "cases.json").read_text())
-    assert written["cases"] == [case for case in listed["cases"] if "at_once" in case["nodeid"]]
+    assert written["cases"] == [case for case in listed["cases"] if "unordered" in case["nodeid"]]
 
 
 def test_cases_that_cannot_be_collected_are_no_empty_catalogue(suite: Suite) -> None:

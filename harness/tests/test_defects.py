@@ -6,11 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from harness import markers
+from harness.errors import UsageError
 from harness.exit_codes import ExitCode
 from harness.markers import Defect
 from harness.tests.suite_runner import CONTROL, RACY, REPOSITORY, SAFE, Suite, new_suite
@@ -24,6 +30,8 @@ def marker(torch: str = ">=2.7", devices: str = '("cuda", "sim")', aim: str = ',
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "x.md").write_text("# Wrong\n")
     return new_suite(tmp_path)
 
 
@@ -114,25 +122,85 @@ def test_a_defect_that_raises_fails_the_run_when_it_stops_or_raises_something_el
     assert "1 failed" in suite.run().output
 
 
+@dataclass
+class Marked:
+    """As much of a pytest item as markers are read from."""
+
+    marks: list[pytest.MarkDecorator]
+    root: Path
+    nodeid: str = "test_x.py::test_x"
+
+    @property
+    def config(self) -> SimpleNamespace:
+        return SimpleNamespace(rootpath=self.root)
+
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        return (each.mark for each in self.marks if each.name == name)
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next(self.iter_markers(name), None)
+
+
+def defect(*report: Any, **given: Any) -> Any:
+    """A marker that makes sense but for what is given; None leaves something out."""
+    usual = {"aim": "fill", "torch": ">=2.7", "devices": ("cuda", "sim")}
+    told = {name: value for name, value in {**usual, **given}.items() if value is not None}
+    return pytest.mark.defect(*(report or ("docs/x.md",)), **told)
+
+
+def check(root: Path, *marks: Any) -> None:
+    markers.check(cast(pytest.Item, Marked(list(marks), root)))
+
+
+control = pytest.mark.control
+
+
 @pytest.mark.parametrize(
-    ("written", "sentence"),
+    ("mark", "sentence"),
     [
-        (marker(aim=', aim="fill", raises=KeyError'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
-        (marker(aim=", raises=Exception"), "or raises=TheError instead of aim"),
-        ('import pytest\n\n@pytest.mark.devices("2")', "write @pytest.mark.devices(2)"),
-        (marker(aim=', raises="KeyError"'), "or raises=TheError instead of aim"),
-        (marker(aim=""), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
-        (marker(devices='"sim"'), 'write @pytest.mark.defect("docs/defects/report.md", aim='),
-        (marker(torch="all of them"), "'all of them' names no versions of torch: write @pytest.mark.defect("),
-        (marker() + '\n@pytest.mark.control("Unsafe.", aim="fill")', "is both a control and a defect"),
+        (defect(raises=KeyError), "takes aim or raises, and was given both: write @pytest.mark.defect("),
+        (defect(aim=None, raises=Exception), "takes as raises an exception of PyTorch's or your own, narrower than"),
+        (defect(aim=None, raises="KeyError"), "takes as raises an exception"),
+        (defect(aim=None), "the marker defect lacks aim (or raises): write @pytest.mark.defect("),
+        (defect(aim=3), "takes a text as aim"),
+        (defect(torch=None, devices=None), "the marker defect lacks torch, devices: write"),
+        (pytest.mark.defect(aim="fill"), "the marker defect lacks report, torch, devices: write"),
+        (defect(device=("sim",)), "takes nothing beside report, aim, torch, devices, raises, and was given device"),
+        (defect("docs/x.md", "fill"), "and was given 1: write"),
+        (defect(devices="sim"), "takes as devices a tuple of 'cuda' and 'sim', and was given 'sim'"),
+        (defect(devices=("smi",)), "takes as devices a tuple of 'cuda' and 'sim', and was given ('smi',)"),
+        (defect(devices=([],)), "takes as devices a tuple"),
+        (defect(torch="all of them"), "takes versions as torch, which 'all of them' are not"),
+        (defect("docs/y.md"), "names docs/y.md as its report, and there is no such file in "),
+        (control("Unsafe."), "the marker control lacks a text as aim: write @pytest.mark.control("),
+        (control("Unsafe.", aim=3), "the marker control lacks a text as aim"),
+        (control(aim="fill"), "the marker control lacks a text as reason"),
+        (control(), "lacks a text as reason and aim"),
+        (control("Unsafe.", aim="fill", torch=">=2.7"), "needs no more than reason and aim"),
+        (pytest.mark.devices("2"), "write @pytest.mark.devices(2)"),
     ],
-    ids=["both", "any exception", "devices", "no exception", "no aim", "no tuple", "no versions", "a control as well"],
 )
-def test_a_marker_that_makes_no_sense(suite, written, sentence):
-    suite.write(written + SAFE)
-    ran = suite.run()
+def test_a_marker_that_makes_no_sense(suite: Suite, mark: Any, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check(suite.folder, mark)
+    assert str(refused.value).startswith("test_x.py::test_x: ") and sentence in str(refused.value)
+
+
+def test_markers_that_make_sense(suite: Suite) -> None:
+    for marks in ([defect()], [defect(aim=None, raises=KeyError)], [control("Unsafe.", aim="fill")], []):
+        check(suite.folder, *marks)
+    with pytest.raises(UsageError, match="is both a control and a defect"):
+        check(suite.folder, defect(), control("Unsafe.", aim="fill"))
+
+
+@ONE_PROCESS_AND_WORKERS
+def test_a_marker_that_makes_no_sense_is_refused_before_anything_runs(suite, workers):
+    suite.write(marker(aim="") + SAFE + "\ndef test_more():\n    raise KeyError\n")
+    ran = suite.run(*workers)
     assert ran.code == ExitCode.USAGE, ran.output
-    assert sentence in ran.output
+    (error,) = [line for line in ran.output.splitlines() if line.startswith("ERROR:")]
+    assert "test_written.py::test_ordered: the marker defect lacks aim (or raises)" in error
+    assert "KeyError" not in ran.output and "INTERNALERROR" not in ran.output
 
 
 # The register itself.

@@ -61,6 +61,16 @@ def test_default_is_the_default_stream(own_lab):
         assert own_lab.stream("default").stream_id == 0
 
 
+@pytest.mark.parametrize(("name", "device"), [("x", 7), ("x", -1), ("default", 2), ("x", "sim:1")])
+def test_a_device_that_is_not_there_has_no_streams(own_lab, name, device):
+    with pytest.raises(UsageError) as caught:
+        own_lab.stream(name, device)
+    assert str(caught.value) == (
+        f"stream '{name}' is to be on device {device}, and there are devices 0 to 1: a case that needs more says so "
+        "with @pytest.mark.devices(count)."
+    )
+
+
 def test_each_device_has_its_own_streams(own_lab):
     near, far = own_lab.stream("near"), own_lab.stream("far", device=1)
     assert (near.device, far.device) == (torch.device("sim", 0), torch.device("sim", 1))
