@@ -26,7 +26,7 @@ from harness.processes import die_with_parent, interrupt_when_terminated
 from harness.pytest_side.options import LAST_RUN, add_options, options_of
 from harness.pytest_side.repetitions import repetition_count, run_case
 from harness.pytest_side.reporting import Recorder, settle_exit_code, write_terminal_summary
-from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run, announce, describe, header
+from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, UNFIT, Run, announce, describe, header
 
 if TYPE_CHECKING:
     from harness.campaign.lab import Lab
@@ -362,6 +362,8 @@ def pytest_runtest_makereport(
     if call.when == "call" and STUDY in item.stash:
         report.sidestream_twins = item.stash[STUDY].to_json()
         del item.stash[STUDY]
+    if report.skipped and {"lab", "profiled"} & set(getattr(item, "fixturenames", ())):
+        report.sidestream_skipped = "unfit" if UNFIT in item.stash else "not covered"
     if call.excinfo is not None and isinstance(call.excinfo.value, SidestreamError):
         report.longrepr = str(call.excinfo.value)
         report.sidestream_exit_code = int(call.excinfo.value.exit_code)

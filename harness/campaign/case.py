@@ -37,6 +37,10 @@ class CaseError(SidestreamError):
     exit_code = ExitCode.RACE
 
 
+class NotOfThisCase(UsageError):
+    """The user named a launch or a synchronization that the case does not have, though another one may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Control:
     """Why a case must be seen to race: it is documented as unsafe, or PyTorch is wrong there."""
@@ -215,7 +219,7 @@ class Case:
 
         Raises:
             CaseError: the case is wrong in itself.
-            UsageError: the user's plan names a launch that this body does not make.
+            NotOfThisCase: the user named a launch or a synchronization that this body does not have.
             InfrastructureError: an error has left the device unusable for the rest of the process.
         """
         turns = self._session.turns
@@ -309,6 +313,8 @@ class Case:
                 repetition = self.once(plan, number=number, fault=self._session.options.fault)
             with self._session.turns.turn(), watchdog.guard():
                 discovery = self.discover()
+                if self._session.options.fault is not None:
+                    self._check_fault(self._session.options.fault)
         except RepetitionTimeout as timeout:
             self._time_out(timeout, number, plan, result, writer, watchdog)
             return
@@ -409,7 +415,7 @@ class Case:
     def _check_fault(self, fault: Fault) -> None:
         issued = [each.id for each in self.once(Plan(), synchronizations=True).recording.synchronizations]
         if fault.target not in issued:
-            raise UsageError(
+            raise NotOfThisCase(
                 f"{self.nodeid} never issued {fault.target}, so it cannot go wrong; it issued "
                 f"{', '.join(map(str, issued)) or 'no synchronization'}."
             )
@@ -418,13 +424,13 @@ class Case:
         """Refuse a plan of the user's that does not fit the body, which has been discovered.
 
         Raises:
-            UsageError: it names a launch that the body does not make.
+            NotOfThisCase: it names a launch that the body does not make.
         """
         discovery = self.discovery
         assert discovery is not None
         unknown = [launch for launch in plan.holds if launch not in discovery.launches]
         if unknown:
-            raise UsageError(
+            raise NotOfThisCase(
                 f"--plan {plan} names {', '.join(map(str, unknown))}, which {self.nodeid} does not launch; it launches "
                 f"{', '.join(map(str, discovery.launches))}."
             )

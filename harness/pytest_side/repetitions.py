@@ -11,7 +11,7 @@ import pytest
 from harness import distribution
 from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.files import write_whole
-from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, Run
+from harness.pytest_side.run import FURTHER, RESULT, RUN, STUDY, UNFIT, Run
 
 if TYPE_CHECKING:
     from harness.campaign.case import Case
@@ -40,7 +40,7 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     """Run a case: all its repetitions, or this worker's slice of them."""
     import torch
 
-    from harness.campaign.case import Case
+    from harness.campaign.case import Case, NotOfThisCase
     from harness.campaign.result import CaseResult
     from harness.campaign.resume import Earlier
     from harness.judge.verdict import Verdict
@@ -101,6 +101,14 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     except InfrastructureError as error:
         run.broken = str(error)
         raise
+    except NotOfThisCase as error:
+        if run.case_count == 1:
+            raise
+        # Another case may have it; if none has, the summary says so once.
+        del pyfuncitem.stash[RESULT]
+        run.results.pop(nodeid, None)
+        pyfuncitem.stash[UNFIT] = True
+        pytest.skip(f"not covered: {error}")
     except SidestreamError:
         raise
     except (Exception, pytest.skip.Exception, pytest.xfail.Exception):
@@ -134,6 +142,8 @@ def _reduce(case: Case, run: Run, repetitions: int) -> None:
     runs = Runs(case, run.session().turns, run.watchdog())
     runs.discover()
     assert case.discovery is not None
+    if options.plan is not None:
+        case.check_plan(options.plan)
     order = case.discovery.order()
     numbers = range(cycle_length(len(order)))
     plans = [options.plan] if options.plan else (plan_for_repetition(each, order, options.seed) for each in numbers)

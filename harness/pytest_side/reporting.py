@@ -35,6 +35,13 @@ class Recorder:
         study = report.__dict__.pop("sidestream_twins", None)
         if not self._run.prints_summary:
             return
+        skipped = getattr(report, "sidestream_skipped", None) if not hasattr(report, "wasxfail") else None
+        if skipped is not None:
+            (self._run.unfit if skipped == "unfit" else self._run.not_covered).add(report.nodeid)
+        elif report.failed or (report.when == "call" and (report.passed or hasattr(report, "wasxfail"))):
+            self._run.has_run = True
+        if skipped == "unfit":
+            return
         if study is not None:
             from harness.campaign.twins import TwinStudy
 
@@ -67,6 +74,10 @@ def settle_exit_code(run: Run, status: int) -> int:
         return ExitCode.USAGE
     if status not in (ExitCode.CLEAN, ExitCode.RACE):
         return status
+    if status == ExitCode.CLEAN and run.is_asked_in_vain:
+        return ExitCode.USAGE
+    if status == ExitCode.CLEAN and run.covers_nothing:
+        return ExitCode.NOTHING_RAN
     if any(not report.is_delivered for report in run.load_reports):
         run.exit_codes.add(ExitCode.INCONCLUSIVE)
     for code in (ExitCode.RACE, ExitCode.USAGE, ExitCode.INFRASTRUCTURE, ExitCode.INCONCLUSIVE):
@@ -78,7 +89,7 @@ def settle_exit_code(run: Run, status: int) -> int:
 def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config, run: Run) -> None:
     """Say what the run proved."""
     from harness.judge.verdict import Verdict
-    from harness.report.outcome import outcome_of
+    from harness.report.outcome import counted, outcome_of
     from harness.report.paths import shown
     from harness.report.summary import write_summary
 
@@ -90,8 +101,17 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
         _report_twins(terminalreporter, config, run)
     for answer in run.answers:
         terminalreporter.write_line(answer)
+    if run.is_asked_in_vain:
+        run.usage_errors.append(
+            f"none of the {len(run.unfit):,} selected cases has what is named by {_asked_for(run)}: run one of them by "
+            "its node id to see what it has."
+        )
     for error in dict.fromkeys(run.usage_errors):
         terminalreporter.write_line(f"ERROR: {error}", red=True)
+    if run.covers_nothing:
+        terminalreporter.write_line(
+            f"Nothing ran: {counted(len(run.not_covered), 'case')}, and none is covered here (-rs says why)."
+        )
     if not run.results:
         _write_warnings(terminalreporter, run)
         return
@@ -103,8 +123,21 @@ def write_terminal_summary(terminalreporter: pytest.TerminalReporter, config: py
             terminalreporter.write_line(text)
 
     write_summary(terminalreporter, run.results, run.options, run.load_reports, time.monotonic() - run.started)
+    if run.unfit:
+        terminalreporter.write_line(
+            f"{counted(len(run.unfit), 'case')} skipped: without what is named by {_asked_for(run)}."
+        )
     terminalreporter.write_line(f"results: {shown(run.directory)}")
     _write_warnings(terminalreporter, run)
+
+
+def _asked_for(run: Run) -> str:
+    """The options by which the user named something of a case."""
+    fault, plan = run.options.fault, run.options.plan
+    given = [] if plan is None else [f"--plan {plan}"]
+    if fault is not None:
+        given.append(f"{'--misdirect' if fault.misdirect else '--leave-out'} {fault.target}")
+    return " and ".join(given)
 
 
 def _write_warnings(terminalreporter: pytest.TerminalReporter, run: Run) -> None:

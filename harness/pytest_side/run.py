@@ -43,6 +43,12 @@ class Run:
     """What became of the twins of each case."""
     reported: set[str] = field(default_factory=set)
     """The cases whose end pytest has reported."""
+    has_run: bool = False
+    """Whether any test has come so far as to run."""
+    unfit: set[str] = field(default_factory=set)
+    """The cases that do not have the launch or the synchronization that the user named."""
+    not_covered: set[str] = field(default_factory=set)
+    """The cases that were skipped for another reason."""
     exit_codes: set[ExitCode] = field(default_factory=set)
     device: str = ""
     started: float = field(default_factory=time.monotonic)
@@ -65,6 +71,16 @@ class Run:
     _writer: ResultWriter | None = None
     _watchdog: Watchdog | None = None
     _earlier: Earlier | None = None
+
+    @property
+    def is_asked_in_vain(self) -> bool:
+        """Whether the user named a launch or a synchronization that none of the cases has."""
+        return bool(self.unfit) and not self.has_run
+
+    @property
+    def covers_nothing(self) -> bool:
+        """Whether all that was selected are cases, and all of them were skipped."""
+        return bool(self.not_covered) and not self.has_run and not self.unfit
 
     @property
     def prints_summary(self) -> bool:
@@ -143,6 +159,8 @@ RESULT = pytest.StashKey["CaseResult"]()
 FURTHER = pytest.StashKey[dict[str, int]]()
 """With ``--further``: how many repetitions the cases get, by node id."""
 STUDY = pytest.StashKey["TwinStudy"]()
+UNFIT = pytest.StashKey[bool]()
+"""Whether a case does not have the launch or the synchronization that the user named."""
 
 
 def describe(backend: Backend) -> str:

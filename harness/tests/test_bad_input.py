@@ -109,6 +109,58 @@ def test_plan_that_names_no_launch_of_the_case(suite):
     assert "which test_written.py::test_ordered does not launch; it launches fill:0" in ran.output
 
 
+MORE = SAFE.replace("test_ordered", "test_more").replace('"fill"', '"write"')
+
+
+@pytest.mark.parametrize(
+    "given", [("--plan", "hold=fill:7"), ("--misdirect", "wait@a:0/user", "-n", "2")], ids=["one_process", "workers"]
+)
+def test_what_no_selected_case_has_is_said_once(suite, given):
+    suite.write(SAFE + MORE)
+    ran = suite.run(*given)
+    assert ran.code == 4, ran.output
+    (error,) = errors(ran.output)
+    assert f"none of the 2 selected cases has what is named by {' '.join(given[:2])}: run one of them" in error
+    assert "2 skipped" in ran.output and "which test_" not in ran.output
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one_process", "workers"])
+def test_cases_that_do_not_have_what_another_has_are_skipped(suite, workers):
+    suite.write(SAFE + MORE)
+    ran = suite.run("--plan", "hold=fill:0", "--count", "2", *workers)
+    assert ran.code == 0, ran.output
+    assert "1 passed, 1 skipped" in ran.output
+    assert "1 case skipped: without what is named by --plan hold=fill:0." in ran.output
+    assert "1 of 1 safe cases never raced" in ran.output and "test_more" not in ran.output
+
+
+def test_a_plan_to_reduce_that_names_no_launch_of_the_case(suite):
+    ran = suite.run("--plan", "hold=fill:7", "--reduce", "1")
+    assert ran.code == 4, ran.output
+    assert "which test_written.py::test_ordered does not launch" in ran.output
+
+
+THREE_DEVICES = "import pytest\n\n@pytest.mark.devices(3)" + SAFE
+
+
+@pytest.mark.parametrize("how", [("--twins",), ("-n", "2")], ids=["one_process", "workers"])
+def test_a_run_that_covers_nothing_is_no_clean_run(suite, how):
+    suite.write(THREE_DEVICES)
+    ran = suite.run(*how)
+    assert ran.code == 5, ran.output
+    assert "Nothing ran: 1 case, and none is covered here (-rs says why)." in ran.output
+
+
+@pytest.mark.parametrize(
+    "more", [SAFE.replace("ordered", "more"), "\n@pytest.mark.xfail\ndef test_y():\n    raise KeyError\n"]
+)
+def test_a_run_that_covers_something_is_one(suite, more):
+    suite.write(THREE_DEVICES + more)
+    ran = suite.run()
+    assert ran.code == 0, ran.output
+    assert "Nothing ran" not in ran.output
+
+
 def test_settings_that_hide_races_are_refused(suite):
     ran = suite.run("--device", "sim", CUDA_LAUNCH_BLOCKING="1")
     assert ran.code == 0, "it says nothing about the simulator"
