@@ -20,7 +20,7 @@ from harness import doctor_commands, result_commands, stress
 from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 from harness.files import write_whole
-from harness.processes import interrupt_when_terminated, preexec_dies_with_this_process, run_child
+from harness.processes import interrupt_when_terminated, preexec_dies_with_this_process, run_pytest
 
 _TYPER_USAGE = 2
 _TYPER_INTERRUPTED = 130
@@ -113,9 +113,8 @@ def twins(
         file = Path(folder) / "twins.json"
         if as_json:
             options += ["--twins-json", str(file)]
-        command = _pytest_command(options, tests)
         # A process of its own, whose output can go to standard error.
-        code = run_child(command, stdout=sys.stderr if as_json else None)
+        code = run_pytest([*options, "--", *(tests or [])], stdout=sys.stderr if as_json else None)
         if file.exists():
             print(file.read_text())
     raise typer.Exit(code)
@@ -197,17 +196,13 @@ def _write(path: Path, text: str) -> None:
         raise InfrastructureError(f"{path} could not be written ({error.strerror}) and is as it was.") from None
 
 
-def _pytest_command(options: list[str], tests: list[str] | None) -> list[str]:
-    return [sys.executable, "-m", "pytest", *options, "--", *(tests or [])]
-
-
 def _pytest(options: list[str], tests: list[str] | None, silent: bool = True) -> int:
     """Run pytest on the simulator in a process of its own, its output on standard error; silent unless it fails."""
-    command = _pytest_command(["--device", "sim", *options], tests)
+    arguments = ["--device", "sim", *options, "--", *(tests or [])]
     if not silent:
-        return run_child(command, stdout=sys.stderr)
+        return run_pytest(arguments, stdout=sys.stderr)
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "pytest", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

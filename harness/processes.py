@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO
 
+from harness.exit_codes import ExitCode, of_process
+
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_S = 30.0
 """How long a child may take to end after an interrupt before it is told again."""
@@ -84,3 +86,11 @@ def run_child(command: Sequence[str], *, stdout: int | IO[str] | None = None) ->
             process.send_signal(signal.SIGINT)
             process.wait()
         raise
+
+
+def run_pytest(arguments: Sequence[str], *, stdout: int | IO[str] | None = None) -> ExitCode:
+    """Run pytest in a process of its own that ends when this one does; once interrupted, it ends with its summary."""
+    try:
+        return of_process(run_child([sys.executable, "-m", "pytest", *arguments], stdout=stdout))
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED

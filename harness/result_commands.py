@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.errors import UsageError
-from harness.exit_codes import ExitCode, of_process
 from harness.perturb.plan import Plan
-from harness.processes import run_child
+from harness.processes import run_pytest
 
 Folders = Annotated[
     list[Path] | None, typer.Argument(metavar="DIRECTORY...", help="folders of runs; without any, the last run here")
@@ -112,7 +111,7 @@ def reduce(
         if plan is not None:
             options += ["--plan", str(Plan.parse(plan))]
     tries = repetitions if repetitions is not None else 1 if kind == "sim" else 5
-    raise typer.Exit(_pytest([nodeid, *options, "--reduce", str(tries)]))
+    raise typer.Exit(run_pytest(["-q", nodeid, *options, "--reduce", str(tries)]))
 
 
 def replay(
@@ -133,12 +132,8 @@ def replay(
     nodeid, options = found.record.nodeid, replay_options(found.plan, found.options)
     if script is None:
         print(replay_command(nodeid, found.plan, found.options), file=sys.stderr, flush=True)
-        raise typer.Exit(_pytest([nodeid, *options]))
-    raise typer.Exit(_pytest([nodeid, *options, f"--script={script}"]))
-
-
-def _pytest(arguments: list[str]) -> ExitCode:
-    return of_process(run_child([sys.executable, "-m", "pytest", "-q", *arguments]))
+        raise typer.Exit(run_pytest(["-q", nodeid, *options]))
+    raise typer.Exit(run_pytest(["-q", nodeid, *options, f"--script={script}"]))
 
 
 def _print(parts: list[Table | str]) -> None:

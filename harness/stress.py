@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
-from harness.exit_codes import ExitCode, of_process
-from harness.processes import run_child
+from harness.exit_codes import ExitCode
+from harness.processes import run_pytest
 
 _ROUND_S = 60.0
 _LEAST_ROUND_S = 5.0
@@ -69,12 +69,8 @@ class Stress:
     def round(self, *options: str, tests: Sequence[str] | None = None, workers: Sequence[str] | None = None) -> None:
         """One call of pytest."""
         budget = [] if self.deadline is None else ["--minutes", f"{max(self.left_s(), 0.001) / 60:.6f}"]
-        command = [sys.executable, "-m", "pytest", *self.options, *(self.workers if workers is None else workers)]
-        command += [*budget, *options, "--", *(self.tests if tests is None else tests)]
-        try:
-            self.codes.append(of_process(run_child(command)))
-        except KeyboardInterrupt:
-            self.codes.append(ExitCode.INTERRUPTED)
+        arguments = [*self.options, *(self.workers if workers is None else workers), *budget, *options]
+        self.codes.append(run_pytest([*arguments, "--", *(self.tests if tests is None else tests)]))
 
     def fixed(self, count: int, resumes: bool) -> None:
         """The sample of fixed size."""

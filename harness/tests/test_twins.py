@@ -12,7 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from harness import processes
+from harness.__main__ import app
 from harness.campaign.case import Case, CaseError, Control
 from harness.campaign.options import Options
 from harness.campaign.session import Session
@@ -328,6 +331,17 @@ def test_the_command_prints_json_and_exits_like_pytest(suite):
     assert json.loads(done.stdout)["summary"]["survived"] == 0
     assert "0 survived" in done.stderr
     assert twins("-k", "nothing_is_called_so").returncode == ExitCode.NOTHING_RAN
+
+
+def test_an_interrupted_command_prints_what_has_ended(monkeypatch):
+    def interrupted(command: list[str], **_: object) -> int:
+        write_twins_json(Path(command[command.index("--twins-json") + 1]), [], Options())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "run_child", interrupted)
+    ran = CliRunner().invoke(app, ["twins", "--json"])
+    assert ran.exit_code == ExitCode.INTERRUPTED
+    assert json.loads(ran.stdout)["summary"]["survived"] == 0
 
 
 @pytest.mark.parametrize(
