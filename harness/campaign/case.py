@@ -382,7 +382,6 @@ class Case:
         describe: Callable[[Case, Repetition], str],
     ) -> None:
         judgement = repetition.judgement
-        plan = repetition.plan
         launched = repetition.recording.launches()
         # A race may be why: then the race is what to report. (A wrong value alone may as well come from other work.)
         if len(launched) > len(discovery.launches) and not judgement.races:
@@ -391,26 +390,32 @@ class Case:
         failed = judgement.verdict is not Verdict.PASS and not (
             self.control is not None and judgement.verdict is Verdict.RACE
         )
-        record = RepetitionRecord(
-            nodeid=self.nodeid,
-            repetition=repetition.number,
-            plan=str(plan),
-            verdict=judgement.verdict.value,
-            duration_us=repetition.duration_us,
-            aimed=plan.kind == "single" and plan.holds[0] in discovery.aimed,
-            control=self.control is not None,
-            defect=self.control is not None and self.control.defect,
-            raced_by=judgement.raced_by,
-            holds=",".join(outcome.state.value for outcome in repetition.holds),
-            message="",
-            adaptive=self.adaptive,
-            fresh=self.fresh,
-        )
+        record = self.record_of(repetition)
         if failed:
             record.message = "; ".join([*map(str, judgement.mismatches), *map(str, judgement.races)])[:2000]
             result.describe_failure(repetition.reason, describe(self, repetition), len(judgement.raced_by))
         writer.write(record)
         result.add(record)
+
+    def record_of(self, repetition: Repetition) -> RepetitionRecord:
+        """What is counted of a repetition of this case, which has been discovered; without a message."""
+        discovery, plan = self.discovery, repetition.plan
+        assert discovery is not None
+        return RepetitionRecord(
+            nodeid=self.nodeid,
+            repetition=repetition.number,
+            plan=str(plan),
+            verdict=repetition.judgement.verdict.value,
+            duration_us=repetition.duration_us,
+            aimed=plan.kind == "single" and plan.holds[0] in discovery.aimed,
+            control=self.control is not None,
+            defect=self.control is not None and self.control.defect,
+            raced_by=repetition.judgement.raced_by,
+            holds=",".join(outcome.state.value for outcome in repetition.holds),
+            message="",
+            adaptive=self.adaptive,
+            fresh=self.fresh,
+        )
 
     def _check_fault(self, fault: Fault) -> None:
         issued = [each.id for each in self.once(Plan(), synchronizations=True).recording.synchronizations]

@@ -175,6 +175,11 @@ class CaseResult:
             return f"{len(blind)} whole cycles of plans passed without a race, the first of them cycle {blind[0]}"
         return None
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether each aimed repetition of a control, and at least one, convinced each oracle that can see its race."""
+        return 0 < self.aimed == self.aimed_seen
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the way from a worker to the controller."""
         return asdict(self)

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from harness.campaign.case import Case, CaseError
+from harness.campaign.case import Case, CaseError, Control
 from harness.campaign.repetition import Repetition
+from harness.campaign.result import CaseResult
 from harness.campaign.runs import Runs
 from harness.campaign.turns import Turns
 from harness.campaign.watchdog import RepetitionTimeout, Watchdog
@@ -26,6 +27,7 @@ from harness.judge.engine_edges import crossed
 from harness.judge.order import implied, last_covered_launch
 from harness.judge.verdict import Verdict
 from harness.observe.synchronizations import Fault, Synchronization, SynchronizationId
+from harness.perturb.enumerate_plans import cycle_length
 from harness.perturb.plan import LaunchId, Plan
 
 VALUES = "values"
@@ -72,7 +74,7 @@ class TwinStudy:
 
     nodeid: str
     control: bool
-    """A control is unsafe as it is, and so has no twins; nor has a registered defect of PyTorch."""
+    """A control is unsafe as it is, and so has no twins; nor has a registered defect of PyTorch. It is looked at."""
     defect: bool = False
     """Whether it is such a defect."""
     issued: dict[str, int] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class TwinStudy:
     edges: list[str] = field(default_factory=list)
     """The edges of the engine that it crosses (``harness/judge/engine_edges.py``); controls have them too."""
     twins: list[Twin] = field(default_factory=list)
+    look: CaseResult | None = None
+    """For a control or a defect: a repetition that holds the racing access, counted as in any other run."""
     csan: bool | None = None
     """Whether the sanitizer reports the case with nothing left out; None if it was not asked or cannot say."""
 
@@ -102,15 +106,17 @@ class TwinStudy:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TwinStudy:
         """What ``to_json`` made the data of."""
-        return cls(**{**data, "twins": [Twin(**twin) for twin in data["twins"]]})
+        look = data.get("look")
+        twins = [Twin(**twin) for twin in data["twins"]]
+        return cls(**{**data, "twins": twins, "look": None if look is None else CaseResult.from_json(look)})
 
 
 def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watchdog) -> TwinStudy:
-    """Run every twin of a case.
+    """Run every twin of a case; of a control, look whether it races as it is.
 
     Args:
         case: the case.
-        most_repetitions: how many aimed repetitions a twin gets at most.
+        most_repetitions: how many aimed repetitions a twin, or a control, gets at most.
         turns: when this process may use the device.
         watchdog: cuts a repetition that hangs.
 
@@ -126,6 +132,8 @@ def study_twins(case: Case, most_repetitions: int, turns: Turns, watchdog: Watch
         if case.control is None:
             _check_complete(runs, complete)
             _study_all(runs, complete, study, most_repetitions)
+        else:
+            study.look = _look(runs, case.control, most_repetitions)
         return study
     except RepetitionTimeout as timeout:
         raise InfrastructureError(f"{case.nodeid}: {timeout}") from None
@@ -140,6 +148,24 @@ def _new_study(case: Case, complete: Repetition) -> TwinStudy:
     study.streams = list(dict.fromkeys(launch.id.stream for launch in recording.launches()))
     study.edges = sorted(crossed(recording.synchronizations, recording.trace, case.device_of))
     return study
+
+
+def _look(runs: Runs, control: Control, most_repetitions: int) -> CaseResult:
+    """Hold the racing access once, more often only if the hold does not take effect; each launch if none is known."""
+    case, discovery = runs.case, runs.case.discovery
+    assert discovery is not None
+    order = discovery.order()
+    aimed = [number for number, launch in enumerate(order, 1) if launch in discovery.aimed]
+    result = CaseResult(case.nodeid, control.reason, control.defect, len(order), cycle_length(len(order)))
+    result.oracles = discovery.oracles
+    for number in aimed[:1] or range(1, len(order) + 1):
+        plan = Plan((order[number - 1],))
+        for _ in range(most_repetitions):
+            repetition = runs.once(plan, number=number)
+            if repetition.judgement.verdict is not Verdict.INCONCLUSIVE:
+                break
+        result.add(case.record_of(repetition))
+    return result
 
 
 def _study_all(runs: Runs, complete: Repetition, study: TwinStudy, most_repetitions: int) -> None:

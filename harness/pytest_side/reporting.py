@@ -42,11 +42,13 @@ class Recorder:
             self._run.has_run = True
         if skipped == "unfit":
             return
+        code = getattr(report, "sidestream_exit_code", None)
         if study is not None:
             from harness.campaign.twins import TwinStudy
 
-            self._run.studies[report.nodeid] = TwinStudy.from_json(study)
-        code = getattr(report, "sidestream_exit_code", None)
+            known = self._run.studies[report.nodeid] = TwinStudy.from_json(study)
+            if known.look is not None:
+                code = code or outcome_of(known.look).exit_code
         if data is not None:
             self._run.reported.add(report.nodeid)
             result = self._run.results[report.nodeid] = CaseResult.from_json(data)

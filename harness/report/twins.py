@@ -16,7 +16,7 @@ from harness.campaign.options import Options
 from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, VALUES, Twin, TwinStudy
 from harness.files import write_whole
 from harness.perturb.hold import DEFAULT_KIND
-from harness.report.outcome import counted
+from harness.report.outcome import counted, outcome_of
 from harness.report.tables import add_by_file, new_table, rate, rendered
 
 SEERS = (VALUES, HAPPENS_BEFORE, "csan")
@@ -50,7 +50,10 @@ def replay_command(nodeid: str, twin: Twin, options: Options) -> str:
 
 
 def describe_failures(study: TwinStudy, options: Options) -> str:
-    """The text of a case whose twins were not all noticed, or were noticed against a proof; empty if there are none."""
+    """The text of a case whose twins were not all noticed, or were noticed against a proof, or of a control that was
+    not seen to race; empty if all is as it should be."""
+    if study.look is not None:
+        return outcome_of(study.look).text or ""
     lines = []
     for twin in study.contradictions:
         lines += [
@@ -90,8 +93,6 @@ def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
     """What the twins prove, in sentences; then the survivors and the disagreements, each with its replay."""
     twins = [twin for study in studies for twin in study.twins]
     score = summary(twins)
-    defects = sum(study.defect for study in studies)
-    controls = sum(study.control for study in studies) - defects
     lines = [
         f"{counted(score['twins'], 'twin')}: {score['killed']:,} killed, {score['redundant']:,} redundant (the others "
         f"imply the order), {score['survived']:,} survived."
@@ -106,10 +107,10 @@ def conclusions(studies: Sequence[TwinStudy], options: Options) -> list[str]:
             f"Aimed repetitions until a value was wrong: median {score['repetitions_to_kill_median']:g}, at most "
             f"{score['repetitions_to_kill_max']}."
         )
-    if controls:
-        lines.append(f"{counted(controls, 'control')} without twins: unsafe as they are.")
-    if defects:
-        lines.append(f"{counted(defects, 'case')} of known defects of PyTorch without twins: they race as they are.")
+    for defect, nouns in ((False, "controls"), (True, "cases of known defects of PyTorch")):
+        looks = [study.look for study in studies if study.look is not None and study.defect is defect]
+        if looks:
+            lines.append(f"{sum(look.is_seen for look in looks):,} of {len(looks):,} {nouns} raced as they are.")
     for title, outcome in (("survivor", SURVIVED), ("disagreement", KILLED)):
         noted = [(study, twin) for study in studies for twin in study.twins if twin.outcome == outcome and twin.note]
         for study, twin in noted[:_MOST_LISTED]:

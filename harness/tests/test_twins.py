@@ -189,24 +189,46 @@ def test_a_twin_that_breaks_the_device_ends_the_process_with_a_sentence(study, s
         study(raising_if_unordered)
 
 
-def test_a_control_has_no_twins(study):
+def unordered(lab):
+    def body() -> None:
+        with lab.stream("fill"):
+            tensor = lab.poisoned(torch.empty(4, device=lab.device))
+            tensor.fill_(5.0)
+        with lab.stream("ambient"):
+            lab.observe(tensor, 5.0)
+
+    return body
+
+
+def test_a_control_has_no_twins_and_is_seen_to_race(study):
+    found = study(unordered, Control("Nothing orders them.", "fill"))
+    assert found.control and found.twins == []
+    assert found.look is not None and found.look.plans == {"hold=fill:0": [1, 1]} and found.look.is_seen
+    assert describe_failures(found, Options()) == ""
+    assert TwinStudy.from_json(found.to_json()) == found
+
+
+def test_a_control_that_does_not_race_fails_as_in_any_run(study):
     found = study(seed_elsewhere, Control("It is not, really.", "fill"))
     assert found.control and found.twins == []
+    assert found.look is not None and not found.look.is_seen
+    text = describe_failures(found, Options())
+    assert "this run could not have seen the race: test_x.py::test_x is a control, unsafe because\n  It is not" in text
+    assert "repetitions raced" in text
+
+
+def test_a_control_that_one_oracle_alone_sees_is_not_seen(study, monkeypatch):
+    monkeypatch.setattr("harness.campaign.repetition.compare", lambda observation: None)
+    found = study(unordered, Control("Nothing orders them.", "fill"))
+    assert found.look is not None and not found.look.is_seen
+    assert "only 0 of the 1 repetitions that held the racing access were seen to race by both oracles" in (
+        describe_failures(found, Options())
+    )
 
 
 def test_a_case_that_races_as_it_is_is_refused(study):
-    def make(lab):
-        def body() -> None:
-            with lab.stream("fill"):
-                tensor = lab.poisoned(torch.empty(4, device=lab.device))
-                tensor.fill_(5.0)
-            with lab.stream("ambient"):
-                lab.observe(tensor, 5.0)
-
-        return body
-
     with pytest.raises(CaseError, match="is not clean with nothing left out"):
-        study(make)
+        study(unordered)
 
 
 def test_a_case_that_does_not_always_synchronize_alike_is_refused(study):
@@ -286,13 +308,25 @@ def suite(tmp_path) -> Suite:
     return new_suite(tmp_path)
 
 
+def test_a_control_that_does_not_race_fails_the_run(suite):
+    suite.write(
+        CONTROL.replace("import pytest", "import pytest, torch").replace(
+            "        seed.fill_(5.0)  # the fill\n", "        seed.fill_(5.0)\n    torch.accelerator.synchronize()\n"
+        )
+    )
+    ran = suite.run("--twins", "-n", "2")
+    assert ran.code == ExitCode.RACE
+    assert "0 of 1 controls raced as they are." in ran.output
+    assert "this run could not have seen the race" in ran.output
+
+
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_survivors_fail_their_case_and_the_run(suite, workers):
     suite.write(GIVES_UP_ITS_SEED + SURVIVOR + CONTROL)
     ran = suite.run("--twins", "--twins-json", "twins.json", "--junitxml", "report.xml", *workers)
     assert ran.code == ExitCode.RACE
     assert "1 twin survived: nothing notices when the synchronization is left out" in ran.output
-    assert "1 control without twins: unsafe as they are." in ran.output
+    assert "1 of 1 controls raced as they are." in ran.output
     name = "test_written.py::test_with_a_wait_for_nothing"
     replay = f"python -m pytest {name} --device sim --plan hold=default:3 --leave-out wait@later:0/user"
     assert replay in ran.output
