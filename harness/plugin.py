@@ -110,12 +110,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         from harness.backends import hidden_races
         from harness.backends.select import open_backend
-        from harness.campaign import environment
+        from harness.campaign import environment, run_directory
 
         hidden_races.refuse(os.environ, run.options.device)
         backend = open_backend(run.options.device, announce)
         run.device = describe(backend)
         run.directory = _directory(config, run)
+        run.claim = run_directory.claim(run.directory)
         run.writer().say({"environment": environment.fingerprint(backend.describe(), config.rootpath)})
         run.started = time.monotonic()
     except SidestreamError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.backends.out_of_memory import describe_memory, is_out_of_memory
 from harness.campaign.lab import Lab
+from harness.campaign.race_tally import RaceTally
 from harness.campaign.repetition import Repetition, run_repetition
 from harness.campaign.result import CaseResult
 from harness.campaign.session import Session
@@ -206,6 +207,7 @@ class Case:
         watchdog: Watchdog,
         describe: Callable[[Case, Repetition], str],
         progress: Callable[[], None],
+        tally: RaceTally | None = None,
     ) -> None:
         """Run the repetitions of these numbers and add them to ``result`` one by one, so that none is lost.
 
@@ -216,6 +218,7 @@ class Case:
             watchdog: cuts a repetition that hangs.
             describe: the text for a repetition that failed.
             progress: called after each repetition.
+            tally: says when the case has raced often enough; without one it never has.
 
         Raises:
             CaseError: the case is wrong in itself.
@@ -248,7 +251,7 @@ class Case:
             CaseDefinition(self.nodeid, len(order), result.cycle_length, result.oracles, result.control, result.defect)
         )
         for number in numbers(result.cycle_length or 1):
-            if self._session.options.is_late():
+            if self._session.options.is_late() or (tally is not None and tally.is_full(self.nodeid)):
                 break
             plan = options.plan if options.plan is not None else plan_for_repetition(number, order, options.seed)
             self._running = number, plan
@@ -273,15 +276,11 @@ class Case:
                     raise InfrastructureError(broken) from error
                 raise
             self._settle(repetition, discovery, result, writer, describe)
+            if tally is not None and repetition.judgement.verdict is Verdict.RACE:
+                tally.add(self.nodeid)
             progress()
-            if self._is_done(result):
-                break
         writer.clear_in_flight()
         result.hold_ms = self._hold.milliseconds if self._session.holds_by_sleep else 0.0
-
-    def _is_done(self, result: CaseResult) -> bool:
-        most = self._session.options.max_races
-        return most is not None and self.control is None and result.count(Verdict.RACE) >= most
 
     def run_fresh(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import time
@@ -70,6 +71,32 @@ def resumed_run_directory(directory: Path) -> Path:
     if next(directory.glob("*.jsonl"), None) is None:
         raise UsageError(f"{directory} holds no results, so there is nothing to resume: name the folder of a run.")
     return directory
+
+
+def claim(directory: Path) -> int | None:
+    """Keep other sessions from adding to a run as long as this process lives.
+
+    Returns:
+        A file descriptor, whose closing ends the claim; None where no file can be made, which the results say anyway.
+
+    Raises:
+        UsageError: another session adds to it.
+    """
+    try:
+        file = os.open(directory / "session.lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise UsageError(
+            f"another session is adding to {directory}: wait for its end, or end it, and resume the run then."
+        ) from None
+    except OSError:  # a file system without locks
+        os.close(file)
+        return None
+    return file
 
 
 def last_run_directory(root: Path) -> Path:

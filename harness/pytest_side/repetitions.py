@@ -41,6 +41,7 @@ def run_case(pyfuncitem: pytest.Function) -> None:
     import torch
 
     from harness.campaign.case import Case, NotOfThisCase
+    from harness.campaign.race_tally import RaceTally
     from harness.campaign.result import CaseResult
     from harness.campaign.resume import Earlier
     from harness.judge.verdict import Verdict
@@ -97,7 +98,9 @@ def run_case(pyfuncitem: pytest.Function) -> None:
             case.run_fresh(run.options.fresh, result, run.writer(), run.watchdog(), keeper.describe)
         else:
             progress = run.progress.repetition if run.progress is not None else lambda: None
-            case.run(numbers, result, run.writer(), run.watchdog(), keeper.describe, progress)
+            most = run.options.max_races if case.control is None else None
+            tally = None if most is None else RaceTally(run.directory, most)
+            case.run(numbers, result, run.writer(), run.watchdog(), keeper.describe, progress, tally)
     except InfrastructureError as error:
         run.broken = str(error)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Run:
     """PyTorch's CUDA Sanitizer, in the process that asks it."""
     stderr_descriptor: int | None = None
     """Standard error as it was before pytest captured it."""
+    claim: int | None = None
+    """What keeps other sessions from adding to this run."""
     _session: Session | None = None
     _writer: ResultWriter | None = None
     _watchdog: Watchdog | None = None
@@ -141,6 +144,9 @@ class Run:
             if self._writer.failure is not None:
                 self.failures.append(self._writer.failure)
             self._writer = None
+        if self.claim is not None:
+            os.close(self.claim)
+            self.claim = None
 
     def _keep_load_reports(self, reports: list[LoadReport]) -> None:
         if not reports:

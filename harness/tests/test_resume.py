@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from harness.campaign.reader import read_run
 from harness.campaign.resume import Earlier, require_same_settings
+from harness.campaign.run_directory import claim
 from harness.campaign.store import CaseDefinition, RepetitionRecord, ResultWriter
 from harness.errors import UsageError
 from harness.tests.suite_runner import RACY, Suite, new_suite
@@ -110,3 +112,9 @@ def test_other_options_are_a_usage_error(suite):
     both = suite.run("--results", "run", "--resume", "run")
     assert both.code == 4 and "give one of them" in both.output
     assert suite.run("--resume", "none").code == 4
+    claimed = claim(suite.folder / "run")
+    assert claimed is not None
+    busy = suite.run("--count", "5", "--resume", "run")
+    assert busy.code == 4 and "another session is adding to" in busy.output
+    os.close(claimed)
+    assert suite.run("--count", "5", "--resume", "run").code == 0

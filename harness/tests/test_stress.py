@@ -113,10 +113,12 @@ def test_minutes_go_where_the_evidence_is_thin_and_are_kept(suite):
 
 def test_a_case_is_stopped_after_its_races_and_controls_go_on(suite):
     suite.write(RACY + SAFE + CONTROL.replace("test_unordered", "test_control"))
-    ran = stress(suite, "--count", "30", "-n", "1", "--max-races", "4")
+    ran = stress(suite, "--count", "30", "-n", "2", "--max-races", "4")
     assert ran.code == 1, ran.output
     counts = Counter(record.nodeid.split("::")[1] for record in records(suite))
-    assert counts == {"test_unordered": 4, "test_ordered": 30, "test_control": 30}
+    # Of two workers one may be in a repetition when the other's races.
+    assert 4 <= counts.pop("test_unordered") <= 5
+    assert counts == {"test_ordered": 30, "test_control": 30}
     assert numbers_of(suite)["test_unordered"]["stopped"]
 
 
