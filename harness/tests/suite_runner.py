@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.tests.warm_python import run_pytest
+
 REPOSITORY = Path(__file__).parent.parent.parent
+_TIMEOUT_S = 240.0
 _MARK = "SIDESTREAM_SUITE"
 """Environment variable by which the processes of a suite are known."""
 
@@ -87,16 +89,15 @@ class Suite:
     def run(self, *arguments: str, **variables: str) -> Ran:
         """Run pytest on the suite, on the simulator unless the arguments name another device."""
         device = () if "--device" in arguments else ("--device", "sim")
-        done = subprocess.run(
-            self.command(*device, *arguments),
-            cwd=self.folder,
-            env=self.environment(**variables),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=240,
+        output = self.folder / ".output"
+        code = run_pytest(
+            self.command(*device, *arguments)[3:],
+            folder=self.folder,
+            environment=self.environment(**variables),
+            output=output,
+            timeout_s=_TIMEOUT_S,
         )
-        return Ran(done.returncode, done.stdout, self.folder)
+        return Ran(code, output.read_text(errors="replace"), self.folder)
 
 
 def new_suite(folder: Path, source: str = SAFE) -> Suite:
