@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -27,15 +28,17 @@ FLAKY = "import random\ndraw = random.Random(7).random\nruns = []\n" + SAFE.repl
     "        runs.append(1)\n        if len(runs) < 3 or draw() >= 0.2:\n            ambient.wait_stream(fill)\n",
 )
 
+STRESS = [sys.executable, "-m", "harness", "stress", "--device", "sim"]
+
 
 @pytest.fixture
 def suite(tmp_path) -> Suite:
     return new_suite(tmp_path)
 
 
-def stress(suite: Suite, *arguments: str, timeout: float = 240, results: str = "run") -> Ran:
+def stress(suite: Suite, *arguments: str, timeout: float = 240) -> Ran:
     done = subprocess.run(
-        [sys.executable, "-m", "harness", "stress", "--device", "sim", "--results", results, *arguments],
+        [*STRESS, "--results", "run", *arguments],
         cwd=suite.folder,
         env=suite.environment(),
         text=True,
@@ -46,8 +49,8 @@ def stress(suite: Suite, *arguments: str, timeout: float = 240, results: str = "
     return Ran(done.returncode, done.stdout, suite.folder)
 
 
-def records(suite: Suite) -> list[RepetitionRecord]:
-    return list(read_run(suite.folder / "run"))
+def records(folder: Path) -> list[RepetitionRecord]:
+    return list(read_run(folder)) if folder.exists() else []
 
 
 def numbers_of(suite: Suite) -> dict[str, dict[str, object]]:
@@ -97,76 +100,11 @@ def test_a_planted_flaky_race_is_found_and_its_rate_is_within_the_bounds(suite):
     assert sum(each["races"] for each in strata.values()) == flaky["verdicts"]["race"]  # type: ignore[index]
 
 
-def test_minutes_go_where_the_evidence_is_thin_and_are_kept(suite):
+def test_minutes_go_where_the_evidence_is_thin_until_ctrl_c(suite, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "run"
     suite.write(FLAKY + SAFE + CONTROL.replace("test_unordered", "test_control"))
-    started = time.monotonic()
-    ran = stress(suite, "--count", "20", "-n", "1", "--minutes", "0.5")
-    assert ran.code == 1, ran.output
-    assert time.monotonic() - started < 90
-    fixed = Counter(record.nodeid.split("::")[1] for record in records(suite) if not record.adaptive)
-    added = Counter(record.nodeid.split("::")[1] for record in records(suite) if record.adaptive)
-    assert fixed == {"test_flaky": 20, "test_ordered": 20, "test_control": 20}
-    assert added.keys() == {"test_flaky", "test_ordered"} and added["test_flaky"] > added["test_ordered"]
-    assert "where the evidence was thin" in ran.output
-    assert len({(record.nodeid, record.repetition) for record in records(suite)}) == sum((fixed + added).values())
-
-
-def test_a_case_is_stopped_after_its_races_and_controls_go_on(suite):
-    suite.write(RACY + SAFE + CONTROL.replace("test_unordered", "test_control"))
-    ran = stress(suite, "--count", "30", "-n", "2", "--max-races", "4")
-    assert ran.code == 1, ran.output
-    counts = Counter(record.nodeid.split("::")[1] for record in records(suite))
-    # Of two workers one may be in a repetition when the other's races.
-    assert 4 <= counts.pop("test_unordered") <= 5
-    assert counts == {"test_ordered": 30, "test_control": 30}
-    assert numbers_of(suite)["test_unordered"]["stopped"]
-
-
-def test_results_may_be_anywhere(suite, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    ran = stress(suite, "--count", "6", "-n", "1", "--minutes", "0.4", "--fresh", "1", results=str(elsewhere / "run"))
-    assert ran.code == 0, ran.output
-    assert len(list(read_run(elsewhere / "run"))) > 7
-
-
-def test_until_a_race(suite):
-    suite.write(RACY)
-    ran = stress(suite, "--count", "30", "-n", "1", "--until-race", "--minutes", "5", timeout=100)
-    assert ran.code == 1, ran.output
-    assert len(records(suite)) == 1
-
-
-def test_nothing_outlives_the_command_and_what_it_has_is_kept(suite):
-    command = [sys.executable, "-m", "harness", "stress", "--device", "sim", "--count", "100000", "-n", "2"]
     process = subprocess.Popen(
-        [*command, "--results", "run"], cwd=suite.folder, env=suite.environment(), stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 60
-    while not (suite.folder / "run").exists() or len(records(suite)) < 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert len(suite.processes()) >= 4
-    process.kill()
-    process.wait()
-    while suite.processes():
-        assert time.monotonic() < deadline, "a process outlived the command"
-        time.sleep(0.1)
-    kept = len(records(suite))
-    assert kept >= 20
-    again = subprocess.run(
-        [*command[:-4], "--count", str(kept + 10), "-n", "1", "--resume", "run"],
-        cwd=suite.folder,
-        env=suite.environment(),
-        text=True,
-        capture_output=True,
-    )
-    assert again.returncode == 0, again.stdout
-    assert {record.repetition for record in records(suite)} >= set(range(kept + 10))
-
-
-def test_ctrl_c_ends_it_with_a_summary(suite):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "harness", "stress", "--device", "sim", "--count", "100000", "--results", "run"],
+        [*STRESS, "--count", "20", "-n", "1", "--minutes", "10", "--results", str(elsewhere)],
         cwd=suite.folder,
         env=suite.environment(),
         text=True,
@@ -174,27 +112,48 @@ def test_ctrl_c_ends_it_with_a_summary(suite):
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
-    while not (suite.folder / "run").exists() or len(records(suite)) < 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # Until the second round has begun, so that the first one is whole.
+    deadline = time.monotonic() + 120
+    rounds: list[str] = []
+    while len(rounds) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+        kept = records(elsewhere)
+        rounds = list(dict.fromkeys(record.session for record in kept if record.adaptive))
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
+    assert "where the evidence was thin" in output
     assert "repetitions in" in output and "python -m harness numbers" in output
+    kept = records(elsewhere)
+    fixed, added = (
+        Counter(record.nodeid.split("::")[1] for record in kept if record.session in sessions)
+        for sessions in ({record.session for record in kept if not record.adaptive}, rounds[:1])
+    )
+    assert fixed == {"test_flaky": 20, "test_ordered": 20, "test_control": 20}
+    assert added.keys() == {"test_flaky", "test_ordered"} and added["test_flaky"] > added["test_ordered"]
+    assert len({(record.nodeid, record.repetition) for record in kept}) == len(kept)
 
 
-def test_fresh_processes_are_told_apart(suite):
-    ran = stress(suite, "--count", "6", "-n", "1", "--fresh", "2")
-    assert ran.code == 0, ran.output
-    fresh = [record for record in records(suite) if record.fresh]
-    assert [(record.repetition, record.plan) for record in fresh] == [(0, "baseline"), (1, "baseline")]
-    assert len({record.session for record in fresh}) == 2
-    (case,) = numbers_of(suite).values()
-    assert (case["repetitions"], case["processes"]) == (8, 3)
+def test_a_case_is_stopped_after_its_races_and_controls_go_on(suite):
+    suite.write(RACY + SAFE + CONTROL.replace("test_unordered", "test_control"))
+    ran = stress(suite, "--count", "30", "-n", "2", "--max-races", "4")
+    assert ran.code == 1, ran.output
+    counts = Counter(record.nodeid.split("::")[1] for record in records(suite.folder / "run"))
+    # Of two workers one may be in a repetition when the other's races.
+    assert 4 <= counts.pop("test_unordered") <= 5
+    assert counts == {"test_ordered": 30, "test_control": 30}
+    assert numbers_of(suite)["test_unordered"]["stopped"]
 
 
-def test_what_raced_only_at_first_is_found_in_a_fresh_process(suite):
+def test_until_a_race(suite):
+    suite.write(RACY)
+    ran = stress(suite, "--count", "30", "-n", "1", "--until-race", "--minutes", "5", timeout=100)
+    assert ran.code == 1, ran.output
+    assert len(records(suite.folder / "run")) == 1
+
+
+def test_fresh_processes_are_told_apart_and_find_what_races_only_at_first(suite):
     suite.write(
         "runs = []\n"
         + SAFE.replace(
@@ -202,9 +161,15 @@ def test_what_raced_only_at_first_is_found_in_a_fresh_process(suite):
             "runs.append(1)\n        if len(runs) > 1:\n            ambient.wait_stream(fill)",
         )
     )
-    ran = stress(suite, "--count", "6", "-n", "1", "--fresh", "1")
+    ran = stress(suite, "--count", "6", "-n", "1", "--fresh", "2")
     assert ran.code == 1, ran.output
-    assert [(record.fresh, record.verdict) for record in records(suite) if record.verdict != "pass"] == [(True, "race")]
+    fresh = [record for record in records(suite.folder / "run") if record.fresh]
+    assert [(record.repetition, record.plan) for record in fresh] == [(0, "baseline"), (1, "baseline")]
+    assert len({record.session for record in fresh}) == 2
+    raced = [record.fresh for record in records(suite.folder / "run") if record.verdict != "pass"]
+    assert raced == [True, True]
+    (case,) = numbers_of(suite).values()
+    assert (case["repetitions"], case["processes"]) == (8, 3)
 
 
 def test_cases_run_in_an_order_drawn_by_the_seed(suite):
