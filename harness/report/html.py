@@ -447,7 +447,20 @@ def duration(seconds: float) -> str:
 
 def _load(load: LoadReport) -> dict[str, Any]:
     share = load.share
+    most = max([load.alone or 0.0, *(achieved for _, _, achieved in load.history)])
+    width = 100 / max(1, len(load.history))
     return {
+        "bars": [
+            {
+                "x": round(number * width, 3),
+                "width": round(width, 3),
+                "height": round(100 * achieved / most, 2) if most else 0,
+                "words": f"{rate_in_words(achieved, load.unit)} from {duration(round(number * length_s, 1))} on",
+            }
+            for number, (_, length_s, achieved) in enumerate(load.history)
+        ],
+        "length": duration(round(sum(length_s for _, length_s, _ in load.history), 1)),
+        "most": rate_in_words(most, load.unit),
         "dimension": load.dimension,
         "intensity": f"{load.intensity:g}",
         "worker": load.worker,

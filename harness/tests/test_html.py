@@ -184,13 +184,16 @@ def test_what_others_named_is_text(tmp_path: Path) -> None:
     nodeid = f"test_x.py::test_x[{EVIL}]"
     folder = written(tmp_path / "run", nodeid)
     keep(folder, race_of(trace, nodeid, device=EVIL, text=EVIL, values=[EVIL], attribution=EVIL))
-    (folder / "main.load.json").write_text(json.dumps([asdict(LoadReport(EVIL, 1.0, EVIL, 1.0, 2.0, 0.3, EVIL, EVIL))]))
+    (folder / "main.load.json").write_text(
+        json.dumps([asdict(LoadReport(EVIL, 1.0, EVIL, 1.0, 2.0, 0.3, EVIL, EVIL, [(0.0, 0.5, 1.0)]))])
+    )
     writer = ResultWriter(folder, "main", {"device": EVIL})
     writer.say({"environment": {"variables": {EVIL: EVIL}}})
     writer.close()
     page = check_page(html_of(folder))
     assert page.words.count(EVIL) > 10
     assert page.classes["timeline"] == 1
+    assert page.classes["course"] == 1, "and the load is drawn over time"
 
 
 def test_outcomes_say_what_was_expected(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from harness.perturb.load import (
     Wanted,
     device_load,
     dimensions_of,
+    history,
     loads,
     nvml,
     parse_loads,
@@ -35,8 +37,9 @@ from harness.perturb.load import (
     require_device,
 )
 from harness.perturb.load.device_load import BACKLOG, DeviceLoad, Work, largest_that_fits
+from harness.perturb.load.history import History
 from harness.perturb.load.host import HostLoad, process_count
-from harness.perturb.load.load import LoadReport, Meter
+from harness.perturb.load.load import Load, LoadReport, Meter
 from harness.perturb.load.loads import Loads
 from harness.perturb.load.mixed import Rotation, phases
 from harness.tests.suite_runner import SAFE, new_suite
@@ -297,6 +300,47 @@ def test_it_rests_between_pause_and_resume(fake: type[FakeWork]) -> None:
         assert fake.made[0].queued > queued
 
 
+def test_the_course_of_a_run_is_cut_into_few_stretches_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_SHORTEST_S", 0.01)
+    monkeypatch.setattr(history, "MOST_STRETCHES", 8)
+    begun = time.monotonic()
+    amounts: list[float] = []
+
+    def amount() -> float:
+        # Nothing any more from 0.1 s on.
+        amounts.append(min(time.monotonic() - begun, 0.1))
+        return amounts[-1]
+
+    course = History([cast("Load", SimpleNamespace(amount=amount))])
+    course.start()
+    time.sleep(0.4)
+    course.stop()
+    seen = course.rates(0)
+    begins, lengths, rates_seen = zip(*seen, strict=True)
+    assert 4 <= len(seen) <= 8 and set(lengths) == {lengths[0]} and lengths[0] >= 0.04
+    assert [round(after - before, 6) for before, after in itertools.pairwise(begins)] == [
+        pytest.approx(lengths[0], abs=1e-5)
+    ] * (len(seen) - 1)
+    assert sum(lengths[0] * each for each in rates_seen) == pytest.approx(max(amounts) - amounts[0])
+    assert rates_seen[0] > 0.5 and rates_seen[-1] == 0.0
+    time.sleep(0.05)
+    assert course.rates(0) == seen
+
+
+def test_the_course_of_a_load_shows_when_it_rested(fake: type[FakeWork], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_SHORTEST_S", 0.05)
+    with Loads([Wanted("compute")], CUDA) as running:
+        time.sleep(0.2)
+        running.pause()
+        time.sleep(0.2)
+        (report,) = running.report()
+    achieved = [each for _, _, each in report.history]
+    assert len(achieved) >= 5
+    assert min(achieved[:2]) > 1e6 and achieved[-1] == 0.0
+    read = LoadReport.from_json(json.loads(json.dumps(asdict(report))))
+    assert [tuple(each) for each in read.history] == report.history
+
+
 def test_a_pause_waits_for_the_queue_even_if_the_load_began_to_rest_late(
     fake: type[FakeWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +561,7 @@ start = Loads.start
 def starve(self):
     start(self)
     self.pause()
+    self._loads[0].forget()
     self._loads[0]._meter.start()
 Loads.start = starve
 """

@@ -190,6 +190,10 @@ class DeviceLoad:
         """See :class:`Load`."""
         self._meter.forget()
 
+    def amount(self) -> float:
+        """See :class:`Load`."""
+        return self._meter.amount()
+
     def rate(self) -> float | None:
         """See :class:`Load`."""
         return self._meter.rate()

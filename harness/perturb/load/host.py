@@ -111,6 +111,11 @@ class HostLoad:
         self._count()
         self._meter.forget()
 
+    def amount(self) -> float:
+        """See :class:`Load`."""
+        self._count()
+        return self._meter.amount()
+
     def rate(self) -> float | None:
         """See :class:`Load`."""
         self._count()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 LEAST_SECONDS = 0.05
@@ -50,6 +50,10 @@ class Load(Protocol):
         """Count what it achieves from nothing again."""
         ...
 
+    def amount(self) -> float:
+        """What it has achieved so far, in its unit without the time: floating-point operations, bytes, ..."""
+        ...
+
     def rate(self) -> float | None:
         """What it achieved a second of the time in which it was to run; None if that was too short to tell."""
         ...
@@ -89,6 +93,11 @@ class Meter:
             if self._since is not None:
                 self._since = time.perf_counter()
 
+    def amount(self) -> float:
+        """What it achieved."""
+        with self._lock:
+            return self._amount
+
     def rate(self) -> float | None:
         """What it achieved a second; None if it has not run long enough to tell."""
         with self._lock:
@@ -112,6 +121,8 @@ class LoadReport:
     """Which process it ran in."""
     information: str = ""
     """What the device said of itself meanwhile, as information; it proves nothing."""
+    history: list[tuple[float, float, float]] = field(default_factory=list)
+    """Over time: when a stretch began (seconds since 1970), its length in seconds, what was achieved a second in it."""
 
     @property
     def share(self) -> float | None:

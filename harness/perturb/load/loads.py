@@ -11,6 +11,7 @@ import torch
 
 from harness.errors import InfrastructureError
 from harness.perturb.load import DEFAULT_MEMORY_MIB, MIXED, Wanted, dimensions_of, nvml, require_device
+from harness.perturb.load.history import History
 from harness.perturb.load.load import Load, LoadReport
 from harness.perturb.load.mixed import Rotation
 
@@ -88,6 +89,7 @@ class Loads:
         self._loads = [make(each, device, memory_bytes, native) for each in self._wanted]
         self._alone: list[float | None] = [None] * len(self._loads)
         self._rotation: Rotation | None = None
+        self._history = History(self._loads)
         self._is_running = False
 
     @property
@@ -117,6 +119,7 @@ class Loads:
         if self._in_turn:
             self._rotation = Rotation(self._loads, self._seed)
         self._is_running = True
+        self._history.start()
         self.resume()
 
     def _measure_alone(self, group: Sequence[Load]) -> None:
@@ -159,8 +162,9 @@ class Loads:
                 alone,
                 load.least_share,
                 information=information,
+                history=self._history.rates(position),
             )
-            for each, load, alone in zip(self._wanted, self._loads, self._alone, strict=True)
+            for position, (each, load, alone) in enumerate(zip(self._wanted, self._loads, self._alone, strict=True))
         ]
 
     def stop(self) -> None:
@@ -170,6 +174,7 @@ class Loads:
             InfrastructureError: a load failed meanwhile, or does not end; the others have stopped.
         """
         self._is_running = False
+        self._history.stop()
         if self._rotation is not None:
             self._rotation.stop()
             self._rotation = None
