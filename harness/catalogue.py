@@ -46,6 +46,8 @@ class Entry:
     """``safe``, ``control`` or ``defect``."""
     unsafe: str | None
     """For a control, the sentence that makes it unsafe; for a defect, the file that describes it."""
+    versions: str | None
+    """For a defect, the versions of torch that have it."""
     devices: int
     """How many it needs."""
     edges: list[str] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Catalogue:
             "",
             f"{counted(len(self.entries), 'case')} in {counted(len(families), 'file')}: {kinds[0]:,} safe, "
             f"{kinds[1]:,} controls (unsafe by their contract, so they must be seen to race), {kinds[2]:,} of known "
-            "defects of PyTorch (safe by their contract, and seen to race or to raise since PyTorch is wrong).",
+            "defects of PyTorch (safe by their contract, and seen to race or to raise in the versions that are wrong).",
             "",
         ]
         if self.is_measured:
@@ -154,7 +156,8 @@ def _cells(entries: Sequence[Entry]) -> list[str]:
         unsafe = f" *Unsafe: {first.unsafe}*"
     elif first.kind == DEFECT:
         path = Path(str(first.unsafe))
-        unsafe = f" *Wrong in PyTorch: [{path.stem}]({_from_docs(path)}).*"
+        versions = " or ".join(dict.fromkeys(str(entry.versions) for entry in entries))
+        unsafe = f" *Wrong in torch {versions}: [{path.stem}]({_from_docs(path)}).*"
     streams = sorted({len(entry.streams) for entry in entries if entry.streams is not None})
     return [
         f"`{first.case}`",
@@ -208,5 +211,6 @@ def _entry(item: pytest.Function) -> Entry:
         sources=contract_sources(item),
         kind=DEFECT if defect else CONTROL if control else SAFE,
         unsafe=defect.report if defect else control.reason if control else None,
+        versions=",".join(sorted(map(str, defect.torch), reverse=True)) if defect else None,  # ">" before "<"
         devices=devices_needed(item),
     )

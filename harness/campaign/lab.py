@@ -88,6 +88,12 @@ class _Staged:
     line: SourceLine
 
 
+def _another_object(stream: torch.Stream) -> torch.Stream:
+    return type(stream)(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=int(stream.device_type)
+    )
+
+
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
@@ -130,7 +136,8 @@ class Lab:
     def stream(self, name: str, device: int = 0) -> torch.Stream:
         """The stream of that name, made at its first use; ``with lab.stream("fill") as fill:`` makes it current.
 
-        Distinct names are distinct streams. ``default`` is the default stream.
+        Distinct names are distinct streams. ``default`` is the default stream. Each call gives an object of its own:
+        until torch 2.9 one cannot be made current while it is current already, be it in another thread.
 
         Args:
             name: what reports and plans call it.
@@ -146,7 +153,7 @@ class Lab:
                 "case that needs more says so with @pytest.mark.devices(count)."
             )
         if name == "default":
-            return self._defaults[device]
+            return _another_object(self._defaults[device])
         stream = self._streams.get(name)
         if stream is None:
             if not re.fullmatch(r"[\w.-]+", name):
@@ -164,7 +171,7 @@ class Lab:
             raise UsageError(
                 f"stream {name!r} is on device {self._device_of[name]}: give the one on device {device} another name."
             )
-        return stream
+        return _another_object(stream)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:

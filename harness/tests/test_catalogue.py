@@ -112,6 +112,7 @@ def test_each_case_is_listed_without_running_it(listed: Any) -> None:
         "sources": ["pytorch/pytorch#1", "notes/cuda"],
         "kind": "safe",
         "unsafe": None,
+        "versions": None,
         "devices": 1,
         "edges": [],
         "streams": None,
@@ -140,7 +141,7 @@ def test_the_document_has_a_row_a_test(suite: Suite, listed: Any) -> None:
     assert text == Catalogue.from_json(listed).to_markdown()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     unordered = "The same without. *Unsafe: Nothing orders the fill.*"
-    wrong = "Wrong in an old version. *Wrong in PyTorch: [x](defects/x.md).*"
+    wrong = "Wrong in an old version. *Wrong in torch <1.0: [x](defects/x.md).*"
     assert rows == [
         "| `test_ambient` | A promise \\| of two lines. | pytorch/pytorch#1; notes/cuda | safe | 2 | 1 |",
         f"| `test_unordered` | {unordered} | notes/cuda | control | 1 | 1 |",
@@ -158,7 +159,7 @@ def test_what_was_not_measured_is_not_said(suite: Suite, listed: Any) -> None:
 def test_a_report_outside_of_docs_is_linked_all_the_same(listed: Any) -> None:
     made = Catalogue.from_json(listed)
     made.entries[-1].unsafe = "elsewhere/y.md"
-    assert "*Wrong in PyTorch: [y](../elsewhere/y.md).*" in made.to_markdown()
+    assert "*Wrong in torch <1.0: [y](../elsewhere/y.md).*" in made.to_markdown()
 
 
 def test_workers_write_it_as_well(suite: Suite, listed: Any) -> None:

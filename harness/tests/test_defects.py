@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from harness import markers
 from harness.errors import UsageError
@@ -217,6 +219,16 @@ def test_the_defect_with_roots_on_two_devices_shows_in_its_script():
         assert wrong == ("5 of 5" if order.endswith(late) else "0 of 5"), ran.stdout
         assert repaired == "0 of 5"
     assert ran.returncode == 1, ran.stderr
+
+
+def test_the_defect_with_default_streams_shows_in_its_script_before_2_8():
+    script = REPOSITORY / "docs" / "defects" / "default_streams_between_devices_simulated.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    rows = [re.split(r" {2,}", line) for line in ran.stdout.splitlines()[2:-1]]
+    is_there = Version(torch.__version__) < Version("2.8")
+    assert [row[1:] for row in rows] == [["5 of 5" if is_there else "0 of 5", "0 of 5"]] * 4, ran.stdout
+    assert ran.returncode == int(is_there), ran.stderr
 
 
 @pytest.mark.parametrize("name", ["shared_gradient", "unordered_intermediates"])
