@@ -132,7 +132,9 @@ def _directory(config: pytest.Config, run: Run) -> Path:
         directory = run_directory.resumed_run_directory(last)
         resume.require_same_settings(directory, header(run))
         return directory
-    return run_directory.use_run_directory(Path(chosen)) if chosen else run_directory.new_run_directory(config.rootpath)
+    if chosen:
+        return run_directory.use_run_directory(Path(chosen))
+    return run_directory.new_run_directory(config.rootpath, announce)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -114,6 +114,10 @@ class Stress:
             yield shares.total
 
 
+def _announce(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
 def stress(
     tests: Annotated[list[str] | None, typer.Argument(help="files, folders, node ids; without any, the suite")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or sim")] = "auto",
@@ -145,7 +149,7 @@ def stress(
     if resume is not None:
         directory = resumed_run_directory(resume)
     else:
-        directory = use_run_directory(results) if results is not None else new_run_directory(Path.cwd())
+        directory = use_run_directory(results) if results is not None else new_run_directory(Path.cwd(), _announce)
     deadline = None if minutes is None else time.time() + 60.0 * minutes
     campaign = Stress(tests or [], options, ["-n", processes], directory, deadline, max_races, until_race)
     campaign.fixed(count, resumes=resume is not None)
@@ -153,6 +157,6 @@ def stress(
         campaign.fresh(fresh)
     if deadline is not None:
         for shared_out in campaign.further():
-            print(f"shared out {shared_out:,} repetitions where the evidence was thin", file=sys.stderr, flush=True)
+            _announce(f"shared out {shared_out:,} repetitions where the evidence was thin")
     print(f"\nnumbers: python -m harness numbers {directory}")
     raise typer.Exit(campaign.exit_code)

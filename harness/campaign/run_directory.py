@@ -7,16 +7,26 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
 from harness.errors import UsageError
 
 KEPT_RUNS = 20
+LONG_RUN_MINUTES = 10
+"""Runs of so many minutes are counted apart, so that no number of short ones pushes them out."""
+_NAME_TIME = "%Y%m%dT%H%M%S.%fZ"
 
 
-def new_run_directory(root: Path) -> Path:
-    """Make ``root/.sidestream/runs/<UTC time>-<process id>`` and delete all but the runs written to last.
+def new_run_directory(root: Path, announce: Callable[[str], None]) -> Path:
+    """Make ``root/.sidestream/runs/<UTC time>-<process id>``, and delete older runs.
+
+    The 20 runs that were written to last are kept, and the 20 last ones of ten minutes or more.
+
+    Args:
+        root: where ``.sidestream`` is.
+        announce: receives a sentence that names what was deleted.
 
     Raises:
         UsageError: it cannot be made.
@@ -29,7 +39,7 @@ def new_run_directory(root: Path) -> Path:
         if not ignore.exists():
             ignore.write_text("*\n")
         while True:
-            directory = runs / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
+            directory = runs / f"{datetime.now(timezone.utc):{_NAME_TIME}}-{os.getpid()}"
             try:
                 directory.mkdir()
                 break
@@ -40,7 +50,14 @@ def new_run_directory(root: Path) -> Path:
             f"results cannot be written under {home} ({error.strerror or error}): make it writable, or run from a "
             "folder that is."
         ) from error
-    _prune(runs, directory)
+    deleted = _prune(runs, directory)
+    if deleted:
+        few = len(deleted) == 1
+        what = f"run {deleted[0].name}" if few else f"{len(deleted)} runs, {deleted[0].name} to {deleted[-1].name},"
+        announce(
+            f"Deleted {what} from {runs}: the last {KEPT_RUNS} are kept, and the last {KEPT_RUNS} of "
+            f"{LONG_RUN_MINUTES} minutes or more. --results names a folder that stays."
+        )
     return directory
 
 
@@ -117,13 +134,31 @@ def run_directories(root: Path) -> list[Path]:
     return sorted(path for path in runs.glob("*") if next(path.glob("*.jsonl"), None) is not None)
 
 
-def _prune(runs: Path, newest: Path) -> None:
-    """Keeps the runs that were written to last, so that a long run survives many short ones that start after it."""
-    ages = []
+def _prune(runs: Path, newest: Path) -> list[Path]:
+    """Delete runs that are neither among the last ones nor among the last long ones, by when they were written to.
+
+    Returns:
+        What was deleted, in the order in which it started.
+    """
+    ages: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for run in runs.iterdir():
             if run != newest and run.is_dir() and not run.is_symlink():
                 with contextlib.suppress(OSError):
                     ages.append((max(path.stat().st_mtime for path in (run, *run.iterdir())), run))
-    for _, run in sorted(ages, reverse=True)[KEPT_RUNS - 1 :]:
+    last = [run for _, run in sorted(ages, reverse=True)]
+    kept = {*last[: KEPT_RUNS - 1], *[run for run in last if _minutes(run) >= LONG_RUN_MINUTES][:KEPT_RUNS]}
+    deleted = sorted(run for run in last if run not in kept)
+    for run in deleted:
         shutil.rmtree(run, ignore_errors=True)
+    return deleted
+
+
+def _minutes(run: Path) -> float:
+    """How long a run took, from the start that its folder is named after to its last result."""
+    try:
+        ended = max(path.stat().st_mtime for path in run.glob("*.jsonl"))
+        began = datetime.strptime(run.name.rpartition("-")[0], _NAME_TIME).replace(tzinfo=timezone.utc)
+    except (OSError, ValueError):  # not ours, or without any result
+        return 0.0
+    return (ended - began.timestamp()) / 60.0

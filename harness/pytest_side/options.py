@@ -62,7 +62,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--twins",
         action="store_true",
-        help="run each case once for each of its synchronizations, with that one left out, and say what was noticed",
+        help="run each case once for each of its synchronizations, with that one left out, and say which of these twins "
+        "are killed",
     )
     group.addoption(
         "--twin-repetitions",
@@ -141,7 +142,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--results",
         default=None,
         metavar="DIRECTORY",
-        help="folder for the results of this run (default: a new one in .sidestream/runs, of which 20 are kept)",
+        help="folder for the results of this run (default: a new one in .sidestream/runs, where the last 20 are kept, "
+        "and the last 20 of 10 minutes or more)",
     )
     group.addoption(
         "--resume",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -380,7 +381,7 @@ def test_any_number_of_runs_of_any_machines_are_found(tmp_path: Path) -> None:
 def test_the_run_to_go_on_with(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no run in"):
         last_run_directory(tmp_path)
-    first, second, empty = (new_run_directory(tmp_path) for _ in range(3))
+    first, second, empty = (new_run_directory(tmp_path, print) for _ in range(3))
     for directory in (first, second):
         written(directory, record(0)).close()
     assert last_run_directory(tmp_path) == second
@@ -390,12 +391,12 @@ def test_the_run_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_run_directory(tmp_path: Path) -> None:
-    directory = new_run_directory(tmp_path)
+    directory = new_run_directory(tmp_path, print)
     assert directory.is_dir() and directory.parent == tmp_path / ".sidestream" / "runs"
     stamp, pid = directory.name.rsplit("-", 1)
     assert int(pid) == os.getpid() and time.strptime(stamp[:15], "%Y%m%dT%H%M%S")
     assert (tmp_path / ".sidestream" / ".gitignore").read_text() == "*\n"
-    assert new_run_directory(tmp_path) != directory
+    assert new_run_directory(tmp_path, print) != directory
 
 
 def test_run_directories_of_the_same_moment_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,14 +408,14 @@ def test_run_directories_of_the_same_moment_differ(tmp_path: Path, monkeypatch: 
             return moments.pop(0)
 
     monkeypatch.setattr(run_directory, "datetime", Clock)
-    made = [new_run_directory(tmp_path).name for _ in range(2)]
+    made = [new_run_directory(tmp_path, print).name for _ in range(2)]
     assert made == [f"20300101T120000.{end}Z-{os.getpid()}" for end in ("000005", "000006")]
 
 
 def test_only_the_last_runs_are_kept(tmp_path: Path) -> None:
     made = []
     for number in range(KEPT_RUNS + 3):
-        directory = new_run_directory(tmp_path)
+        directory = new_run_directory(tmp_path, print)
         written(directory, record(number)).close()
         for path in (*directory.iterdir(), directory):
             os.utime(path, (number, number))
@@ -422,15 +423,37 @@ def test_only_the_last_runs_are_kept(tmp_path: Path) -> None:
     # The oldest of all is still being written to, as a long run would be.
     os.utime(made[3] / "main.jsonl")
     (tmp_path / ".sidestream" / "runs" / "note.txt").write_text("not a run")
-    newest = new_run_directory(tmp_path)
+    newest = new_run_directory(tmp_path, print)
     kept = {path for path in newest.parent.iterdir() if path.is_dir()}
     assert kept == {made[3], *made[-(KEPT_RUNS - 2) :], newest} and len(kept) == KEPT_RUNS
     assert (newest.parent / "note.txt").exists()
+
+
+def test_short_runs_push_out_no_long_one_and_what_is_deleted_is_said(tmp_path: Path) -> None:
+    def ran(hour: int, minutes: float) -> Path:
+        start = datetime(2030, 1, 1, hour, tzinfo=timezone.utc) + timedelta(seconds=next(second))
+        run = tmp_path / ".sidestream" / "runs" / f"{start:%Y%m%dT%H%M%S.%fZ}-1"
+        run.mkdir(parents=True)
+        written(run, record(0)).close()
+        for path in (*run.iterdir(), run):
+            os.utime(path, (start.timestamp() + 60 * minutes,) * 2)
+        return run
+
+    second = itertools.count()
+    long = [ran(1, 30.0) for _ in range(KEPT_RUNS + 1)]
+    short = [ran(2, 9.0) for _ in range(KEPT_RUNS + 1)]
+    said: list[str] = []
+    newest = new_run_directory(tmp_path, said.append)
+    assert set(newest.parent.iterdir()) == {*long[1:], *short[2:], newest}
+    assert said == [
+        f"Deleted 3 runs, {long[0].name} to {short[1].name}, from {newest.parent}: the last 20 are kept, and the last "
+        "20 of 10 minutes or more. --results names a folder that stays."
+    ]
 
 
 def test_unwritable_root_is_a_usage_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(UsageError, match=r"results cannot be written under .*file/\.sidestream \(Not a directory\)"):
-        new_run_directory(blocked)
+        new_run_directory(blocked, print)
     assert read_run(tmp_path).problems == []
