@@ -99,7 +99,7 @@ def twins(
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="write JUnit XML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, and pytest's output on standard error")] = False,
 ) -> None:
-    """Leave each synchronization of each case out, one at a time, and say which absences were noticed.
+    """Leave each synchronization of each case out, one at a time, and say which of these twins are killed.
 
     Exits with 1 if a twin survives.
     """
@@ -129,7 +129,7 @@ def upstream(
     limit_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds that one run may take")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Leave each synchronization of somebody else's tests out, one at a time, and say which absences they notice.
+    """Leave each synchronization of somebody else's tests out, one at a time, and say which of these twins they kill.
 
     A measurement, so it exits with 0 whatever the rate is, and with 5 if there was nothing to judge.
     """

@@ -7,19 +7,20 @@ from typing import Any
 
 from rich.table import Table
 
+from harness.campaign.twins import KILLED, REDUNDANT, SURVIVED
 from harness.report.outcome import counted
 from harness.report.tables import add_by_file, new_table, rate
-from harness.upstream.study import NOTICED, REDUNDANT, UNNOTICED, UNSTABLE, LeftOut, TestStudy
+from harness.upstream.study import UNSTABLE, LeftOut, TestStudy
 
-_FIGURES = ("left out", "noticed", "redundant", "unnoticed", "unstable", "kill rate")
+_FIGURES = ("twins", "killed", "redundant", "survivors", "unstable", "kill rate")
 
 
 def summary(left_out: Iterable[LeftOut]) -> dict[str, Any]:
     """Counts, and the kill rate in 0 to 1 of those that are neither redundant nor unstable (None if there are none)."""
     outcomes = [each.outcome for each in left_out]
-    counts = {name: outcomes.count(name) for name in (NOTICED, REDUNDANT, UNNOTICED, UNSTABLE)}
-    judged = counts[NOTICED] + counts[UNNOTICED]
-    return {**counts, "judged": judged, "kill_rate": counts[NOTICED] / judged if judged else None}
+    counts = {name: outcomes.count(name) for name in (KILLED, REDUNDANT, SURVIVED, UNSTABLE)}
+    judged = counts[KILLED] + counts[SURVIVED]
+    return {**counts, "judged": judged, "kill_rate": counts[KILLED] / judged if judged else None}
 
 
 def to_json(studies: Sequence[TestStudy], device: str) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def tables(studies: Sequence[TestStudy], device: str) -> list[Table | str]:
         parts += [_by_test(counted_tests), _by_issuer(studies)]
     for study in counted_tests:
         for each in study.left_out:
-            if each.outcome == UNNOTICED:
-                parts.append(f"unnoticed: {study.nodeid} without {each.where}")
+            if each.outcome == SURVIVED:
+                parts.append(f"survivor: {study.nodeid} without {each.where}")
             elif each.outcome == UNSTABLE:
                 parts.append(f"unstable: {study.nodeid}: {each.where} is not issued the same way each time")
     parts += [f"excluded: {study.nodeid}: {study.excluded}" for study in excluded]
@@ -57,17 +58,17 @@ def tables(studies: Sequence[TestStudy], device: str) -> list[Table | str]:
         parts.append(
             f"{counted(score[REDUNDANT], 'synchronization')} did not count either: the trace proves that the others "
             "imply what they order (a host synchronization right after backward does), or that nothing follows from "
-            f"them. The rate is without them; with them it would be {score[NOTICED]:,} of "
+            f"them. The rate is without them; with them it would be {score[KILLED]:,} of "
             f"{score['judged'] + score[REDUNDANT]:,}."
         )
-    if score[UNNOTICED]:
+    if score[SURVIVED]:
         parts.append(
-            f"Of the {score[UNNOTICED]:,} unnoticed, some may be redundant all the same: what goes around the "
+            f"Of the {score[SURVIVED]:,} survivors, some may be redundant all the same: what goes around the "
             "dispatcher and the device guard is not in the trace. Compare with python -m harness twins on the same "
             "machine."
         )
     parts.append(
-        f"upstream kill rate: {score[NOTICED]:,} of {score['judged']:,}"
+        f"upstream kill rate: {score[KILLED]:,} of {score['judged']:,}"
         + ("" if score["kill_rate"] is None else f" ({rate(score['kill_rate'])})")
     )
     return parts
@@ -86,12 +87,12 @@ def _issuers(studies: Iterable[TestStudy]) -> dict[tuple[str, str], list[LeftOut
 
 def _cells(left_out: Sequence[LeftOut]) -> tuple[str, ...]:
     score = summary(left_out)
-    counts = (len(left_out), score[NOTICED], score[REDUNDANT], score[UNNOTICED], score[UNSTABLE])
+    counts = (len(left_out), score[KILLED], score[REDUNDANT], score[SURVIVED], score[UNSTABLE])
     return (*(f"{count:,}" for count in counts), rate(score["kill_rate"]))
 
 
 def _style(left_out: Iterable[LeftOut]) -> str:
-    return "red" if any(each.outcome == UNNOTICED for each in left_out) else ""
+    return "red" if any(each.outcome == SURVIVED for each in left_out) else ""
 
 
 def _by_test(studies: Sequence[TestStudy]) -> Table:

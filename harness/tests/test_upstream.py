@@ -137,7 +137,7 @@ def left_out(written: dict[str, Any], test: str) -> dict[str, dict[str, Any]]:
 
 def test_a_test_that_fails_without_a_wait_notices(written: dict[str, Any]) -> None:
     (wait,) = left_out(written, "test_notices").values()
-    assert (wait["synchronization"], wait["outcome"], wait["runs"]) == ("wait@default:0/user", "noticed", 1)
+    assert (wait["synchronization"], wait["outcome"], wait["runs"]) == ("wait@default:0/user", "killed", 1)
     assert "AssertionError: 1.0 != 2" in wait["reason"]
     assert wait["where"] == "wait@default:0/user (test_written.py:26)"
 
@@ -150,7 +150,7 @@ def test_what_the_framework_synchronizes_is_none_of_the_test_s(written: dict[str
 def test_a_host_synchronization_after_backward_hides_what_the_engine_does(written: dict[str, Any]) -> None:
     found = left_out(written, "test_notices_nothing")
     outcomes = {name: each["outcome"] for name, each in found.items()}
-    assert outcomes["wait@side1:0/Engine::evaluate_function"] == "unnoticed"
+    assert outcomes["wait@side1:0/Engine::evaluate_function"] == "survived"
     assert outcomes["wait@default:0/GraphTask::exec_post_processing"] == "redundant"
     assert all(each["runs"] == 2 for each in found.values())
 
@@ -163,7 +163,7 @@ def test_what_is_not_issued_each_time_is_unstable(written: dict[str, Any]) -> No
 
 def test_a_test_that_takes_the_process_down_notices_and_the_rest_is_studied(written: dict[str, Any]) -> None:
     (wait,) = left_out(written, "test_dies").values()
-    assert (wait["outcome"], wait["reason"]) == ("noticed", "the process died of SIGABRT")
+    assert (wait["outcome"], wait["reason"]) == ("killed", "the process died of SIGABRT")
 
 
 def test_what_the_others_imply_does_not_count(written: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ def test_what_the_others_imply_does_not_count(written: dict[str, Any]) -> None:
         "wait@side1:0/user": "redundant",
         "wait@side1:1/user": "redundant",
         "wait@default:0/user": "redundant",
-        "synchronize_device@device0:0/user": "unnoticed",
+        "synchronize_device@device0:0/user": "survived",
     }
     assert all(each["proof"] for each in found.values() if each["outcome"] == "redundant")
 
@@ -187,12 +187,12 @@ def test_tests_without_a_meaning_here_are_listed_with_their_reason(written: dict
     }
 
 
-def test_the_rate_is_of_what_could_be_noticed(written: dict[str, Any]) -> None:
+def test_the_rate_is_of_what_could_be_killed(written: dict[str, Any]) -> None:
     every = [each["outcome"] for test in written["tests"] if not test["excluded"] for each in test["left_out"]]
     score = written["summary"]
-    assert score["noticed"] == every.count("noticed") == 2
-    assert score["judged"] == score["noticed"] + every.count("unnoticed")
-    assert score["kill_rate"] == score["noticed"] / score["judged"]
+    assert score["killed"] == every.count("killed") == 2
+    assert score["judged"] == score["killed"] + every.count("survived")
+    assert score["kill_rate"] == score["killed"] / score["judged"]
     studies = [
         study.TestStudy(**{**test, "left_out": [study.LeftOut(**each) for each in test["left_out"]]})
         for test in written["tests"]
@@ -201,6 +201,8 @@ def test_the_rate_is_of_what_could_be_noticed(written: dict[str, Any]) -> None:
     assert lines[-1] == f"upstream kill rate: 2 of {score['judged']} ({score['kill_rate']:.1%})"
     redundant = every.count("redundant")
     assert any(f"with them it would be 2 of {score['judged'] + redundant}." in line for line in lines)
+    assert "twins killed redundant survivors unstable kill rate" in " ".join(" ".join(lines).split())
+    assert "noticed" not in " ".join(lines)
     assert any(line.split()[:3] == ["Engine::evaluate_function", "wait", "1"] for line in lines)
 
 
@@ -304,14 +306,14 @@ def test_each_run_follows_from_those_before() -> None:
 @pytest.mark.parametrize(
     ("tries", "outcome"),
     [
-        ([without(1, PASSED), without(2, DIED)], "noticed"),
-        ([without(1, PASSED), without(2, PASSED)], "unnoticed"),
+        ([without(1, PASSED), without(2, DIED)], "killed"),
+        ([without(1, PASSED), without(2, PASSED)], "survived"),
         # What fails without having left anything out says nothing about it.
         ([without(1, FAILED, left_out=False), without(2, PASSED, left_out=False)], "unstable"),
-        ([without(1, FAILED, left_out=False), without(2, PASSED)], "unnoticed"),
+        ([without(1, FAILED, left_out=False), without(2, PASSED)], "survived"),
     ],
 )
-def test_a_synchronization_is_noticed_if_the_test_fails_without_it(tries: list[Run], outcome: str) -> None:
+def test_a_twin_is_killed_if_the_test_fails_without_it(tries: list[Run], outcome: str) -> None:
     made = study.assemble("t", [*whole([WAIT, OWN]), *tries])
     assert ([each.outcome for each in made.left_out], made.by_framework) == ([outcome], 1)
 

@@ -73,8 +73,8 @@ class Run:
     """In the order of issue; only of complete runs."""
 
     @property
-    def noticed(self) -> bool:
-        """Whether the test noticed that something was missing."""
+    def kills(self) -> bool:
+        """Whether the test failed since something was missing."""
         return self.left_out and self.outcome in (FAILED, DIED)
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def next_run(nodeid: str, runs: list[Run], repetitions: int) -> RunKey | None:
     Args:
         nodeid: of the test.
         runs: its runs so far.
-        repetitions: how often each synchronization is left out at most, until that is noticed.
+        repetitions: how often each synchronization is left out at most, until the test fails of it.
     """
     if any(run.key.what in WHOLE and run.outcome != PASSED for run in runs):
         return None
@@ -165,6 +165,6 @@ def next_run(nodeid: str, runs: list[Run], repetitions: int) -> RunKey | None:
         return RunKey(nodeid, TRACED)
     for each in wanted:
         tries = [run for run in runs if run.key.what == each.id]
-        if len(tries) < repetitions and not any(run.noticed for run in tries):
+        if len(tries) < repetitions and not any(run.kills for run in tries):
             return RunKey(nodeid, each.id, len(tries) + 1)
     return None

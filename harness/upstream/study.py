@@ -12,14 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.campaign.twins import KILLED, REDUNDANT, SURVIVED
 from harness.errors import InfrastructureError, SidestreamError, UsageError
 from harness.exit_codes import ExitCode
 from harness.upstream.runs import AGAIN, ALONE, COMPLETE, DIED, PASSED, SKIPPED, TRACED, WHOLE, Log, Run, judged
 
-NOTICED = "noticed"
-UNNOTICED = "unnoticed"
-REDUNDANT = "redundant"
-"""Not noticed, and the others imply its order: nobody could notice."""
 UNSTABLE = "unstable"
 """Not issued the same way in each run, so that nobody can say what was left out."""
 
@@ -42,10 +39,10 @@ class LeftOut:
     issuer: str
     where: str
     outcome: str
-    """``noticed``, ``unnoticed``, ``redundant`` or ``unstable``."""
+    """``killed``, ``survived``, ``redundant`` or ``unstable``."""
     runs: int = 0
     reason: str | None = None
-    """How the test failed, where it noticed."""
+    """How the test failed, where that killed it."""
     proof: str | None = None
     """Why the others imply its order, where the trace shows that."""
 
@@ -80,10 +77,10 @@ def assemble(nodeid: str, runs: list[Run]) -> TestStudy:
     once = {each.id: each for each in (*complete, *again) if each.id not in names and not each.by_framework}
     for each in stable:
         tries = [run for run in runs if run.key.what == each.id]
-        noticing = [run for run in tries if run.noticed]
-        left = LeftOut(each.id, each.kind, each.issuer, each.where, UNNOTICED, len(tries), proof=proofs.get(each.id))
-        if noticing:
-            left.outcome, left.reason = NOTICED, noticing[0].reason
+        kills = [run for run in tries if run.kills]
+        left = LeftOut(each.id, each.kind, each.issuer, each.where, SURVIVED, len(tries), proof=proofs.get(each.id))
+        if kills:
+            left.outcome, left.reason = KILLED, kills[0].reason
         elif not any(run.left_out for run in tries):
             left.outcome = UNSTABLE
         elif left.proof is not None:
@@ -119,7 +116,7 @@ def study_file(
         tests: a file, or a node id in one.
         device: a resolved device, as ``harness.backends.select.resolve`` gives it.
         keyword: of the tests, those that match, as pytest's ``-k``.
-        repetitions: how often each synchronization is left out at most, until that is noticed.
+        repetitions: how often each synchronization is left out at most, until a test fails of it.
         limit_s: how long one run may take, in seconds.
         announce: receives a sentence for each test.
 
