@@ -135,7 +135,7 @@ def upstream(
     """
     from harness.backends.select import resolve
     from harness.report import upstream as report
-    from harness.report.tables import rendered
+    from harness.report.tables import rendered, width_for
     from harness.upstream.study import study_file
 
     name = resolve(device)
@@ -144,8 +144,8 @@ def upstream(
         print(json.dumps(report.to_json(studies, name), indent=1))
     else:
         console = Console()
-        # Rendered at a width of its own and printed as it is.
-        for line in rendered(report.tables(studies, name), console.width, colour=console.is_terminal):
+        width = width_for(console.width, is_terminal=console.is_terminal)
+        for line in rendered(report.tables(studies, name), width, colour=console.is_terminal):
             print(line)
     if all(study.excluded is not None for study in studies):
         raise typer.Exit(int(ExitCode.NOTHING_RAN))

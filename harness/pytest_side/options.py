@@ -62,8 +62,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--twins",
         action="store_true",
-        help="run each case once for each of its synchronizations, with that one left out, and say which of these twins "
-        "are killed",
+        help="run each case once for each of its synchronizations, with that one left out, and say which of "
+        "these twins are killed",
     )
     group.addoption(
         "--twin-repetitions",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from harness.campaign.options import Options
@@ -17,9 +14,7 @@ from harness.judge.verdict import Verdict
 from harness.perturb.load.load import LoadReport
 from harness.report.load import load_sentences
 from harness.report.outcome import counted, outcome_of
-
-_LEAST_WIDTH = 140
-"""Columns: names of tests are long, and a wrapped table in a log file helps nobody."""
+from harness.report.tables import add_by_file, new_table, rendered, width_for
 
 
 def write_summary(
@@ -33,14 +28,13 @@ def write_summary(
     reporter.write_sep("=", f"sidestream: {counted(len(results), 'case')} on {options.device}, seed {options.seed}")
     groups = _groups(results, one_each=reporter.verbosity > 0)
     terminal = reporter._tw
-    buffer = io.StringIO()
-    width = max(_LEAST_WIDTH, terminal.fullwidth)
-    console = Console(file=buffer, width=width, force_terminal=terminal.hasmarkup, highlight=False)
-    console.print(_table(groups, options))
-    for line in conclusions(list(results.values()), options, loads, elapsed_s):
-        console.print(line, soft_wrap=True, markup=False)
-    for line in buffer.getvalue().splitlines():
-        reporter.write_line(line.rstrip())
+    parts: list[Table | str] = [
+        _table(groups, options),
+        *conclusions(list(results.values()), options, loads, elapsed_s),
+    ]
+    width = width_for(terminal.fullwidth, is_terminal=terminal.hasmarkup)
+    for line in rendered(parts, width, colour=terminal.hasmarkup):
+        reporter.write_line(line)
 
 
 def _groups(results: Mapping[str, CaseResult], one_each: bool) -> dict[str, list[CaseResult]]:
@@ -51,29 +45,20 @@ def _groups(results: Mapping[str, CaseResult], one_each: bool) -> dict[str, list
 
 
 def _table(groups: Mapping[str, list[CaseResult]], options: Options) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("test", overflow="fold")
-    for name in ("cases", "repetitions", "plans"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdicts")
-    table.add_column("race rate" if options.device != "sim" else "each launch held", no_wrap=True, justify="right")
+    evidence = "race rate" if options.device != "sim" else "each launch held"
+    table = new_table(["test"], ["cases", "repetitions", "plans", "verdicts", evidence])
+    table.columns[4].justify = "left"
     file = None
     for name, cases in groups.items():
-        path, _, test = name.partition("::")
-        if path != file:
-            file = path
-            table.add_row(f"[bold]{path}[/bold]")
-        failed = any(outcome_of(case).text for case in cases)
-        style = "red" if failed else ""
-        table.add_row(
-            "  " + test.replace("[", r"\["),
+        figures = (
             str(len(cases)),
             f"{sum(case.repetitions for case in cases):,}",
             f"{sum(len(case.plans) for case in cases):,}",
             _verdicts(cases),
             _evidence(cases, options),
-            style=style,
         )
+        failed = any(outcome_of(case).text for case in cases)
+        file = add_by_file(table, name, file, figures, "red" if failed else "")
     return table
 
 
@@ -147,10 +132,8 @@ def conclusions(
 def _seen_sentence(results: Sequence[CaseResult], noun: str) -> str:
     seen = sum(bool(result.count(Verdict.RACE)) for result in results)
     aimed, aimed_seen = sum(result.aimed for result in results), sum(result.aimed_seen for result in results)
-    return (
-        f"{seen} of {len(results)} {noun} were seen to race, in {aimed_seen:,} of the {aimed:,} repetitions aimed at "
-        "the racing access"
-    )
+    how = f"in {aimed_seen:,} of the {aimed:,} repetitions" if aimed else "and no repetition was"
+    return f"{seen} of {len(results)} {noun} were seen to race, {how} aimed at the racing access"
 
 
 def _bound_sentence(safe: Sequence[CaseResult], options: Options) -> str:

@@ -17,7 +17,7 @@ from harness.campaign.twins import HAPPENS_BEFORE, KILLED, REDUNDANT, SURVIVED, 
 from harness.files import write_whole
 from harness.perturb.hold import DEFAULT_KIND
 from harness.report.outcome import counted, outcome_of
-from harness.report.tables import add_by_file, new_table, rate, rendered
+from harness.report.tables import add_by_file, new_table, rate, rendered, width_for
 
 SEERS = (VALUES, HAPPENS_BEFORE, "csan")
 """Who can notice that a synchronization is missing: the two oracles, and PyTorch's CUDA Sanitizer."""
@@ -85,7 +85,8 @@ def write_twins(reporter: pytest.TerminalReporter, studies: Sequence[TwinStudy],
     terminal = reporter._tw
     parts: list[Table | str] = [_by_family(studies), _by_issuer(studies), *conclusions(studies, options)]
     parts += who_sees_what(studies)
-    for line in rendered(parts, terminal.fullwidth, colour=terminal.hasmarkup):
+    width = width_for(terminal.fullwidth, is_terminal=terminal.hasmarkup)
+    for line in rendered(parts, width, colour=terminal.hasmarkup):
         reporter.write_line(line)
 
 

@@ -23,7 +23,7 @@ from harness.campaign.turns import Turns
 from harness.campaign.twins import Twin, TwinStudy
 from harness.campaign.watchdog import Watchdog
 from harness.exit_codes import ExitCode
-from harness.report.tables import rendered
+from harness.report.tables import LOG_WIDTH, rendered
 from harness.report.twins import who_sees_what
 from harness.tests.simulator_support import registered
 from harness.tests.suite_runner import SAFE, Suite, new_suite
@@ -211,7 +211,7 @@ def test_the_table_has_a_column_for_each_combination() -> None:
         ),
         TwinStudy("b", False, csan=True, twins=[twin("wait", "killed", *every)]),
     ]
-    lines = rendered(who_sees_what(studies), 80, colour=False)
+    lines = rendered(who_sees_what(studies), LOG_WIDTH, colour=False)
     cells = {tuple(line.split()[:2]): line.split()[2:] for line in lines if line.strip().startswith("user")}
     # twins, values, happens-before, csan; all three, values and happens-before, csan alone, values alone, nobody
     assert cells["user", "wait"] == ["4", "2", "2", "2", "1", "1", "1", "0", "1"]

@@ -19,6 +19,7 @@ from harness.perturb.plan import LaunchId, Plan
 from harness.report import progress as progress_module
 from harness.report.progress import Progress, Tail, Ticker
 from harness.report.summary import conclusions, write_summary
+from harness.report.tables import LOG_WIDTH, add_by_file, new_table, rendered, width_for
 
 SIMULATOR = Options(device="sim")
 GPU = Options(device="cuda")
@@ -109,6 +110,11 @@ def test_controls_show_that_a_race_could_be_seen():
     ]
 
 
+def test_a_run_that_aims_no_repetition_does_not_count_those_it_aimed():
+    sentence = "1 of 1 controls were seen to race, and no repetition was aimed at the racing access."
+    assert sentence in sentences(case(raced=1, control="Nothing orders them."))
+
+
 def test_known_defects_are_listed_apart_with_their_reports():
     first = case(plans=["hold=fill:0"], raced=5, control="docs/a.md", defect=True, aimed=True)
     second = case(plans=["hold=fill:0"], raced=5, control="docs/b.md", defect=True, aimed=True)
@@ -164,7 +170,7 @@ def test_each_load_says_what_it_achieved():
 class Reporter:
     """Where pytest would print."""
 
-    def __init__(self, verbosity: int, width: int = 80) -> None:
+    def __init__(self, verbosity: int, width: int = LOG_WIDTH) -> None:
         self.verbosity = verbosity
         self.written = io.StringIO()
         self._tw = SimpleNamespace(fullwidth=width, hasmarkup=False)
@@ -237,6 +243,42 @@ def test_the_table_is_wide_enough_for_long_names_and_ends_with_the_sentences():
     lines = table(case(nodeid), verbosity=1)
     assert lines[3].split()[0] == nodeid.partition("::")[2]
     assert lines[4:] == sentences(case(nodeid))
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 150])
+def test_nothing_of_a_table_is_cut_in_a_narrow_terminal(width: int) -> None:
+    made = new_table(["case", "load"], ["repetitions", "verdicts", "single", "kill rate"])
+    file = None
+    for number in range(3):
+        nodeid = f"suites/test_a.py::test_that_is_called_{'long_' * 12}{number}[a-b]"
+        cells = ("compute", "1,200", "pass 1,190, race 10 (control)", "8/8 68.77% to 100.00%", "100.0%")
+        file = add_by_file(made, nodeid, file, cells, "")
+    made.add_row("not_reached", "none", "nothing")
+    lines = rendered([made, "A sentence."], width, colour=False)
+    assert max(map(len, lines)) <= width and lines[-1] == "A sentence."
+    text = "".join(lines).replace(" ", "")
+    for number in range(3):
+        assert text.count(f"test_that_is_called_{'long_' * 12}{number}[a-b]") == 1
+    for cell in ("suites/test_a.py", "repetitions", "not_reached"):
+        assert text.count(cell) == 1
+    words = " ".join(lines).split()
+    for word in ("1,200", "1,190,", "(control)", "68.77%", "100.00%", "100.0%"):
+        assert words.count(word) == 3 or width == 40, (word, words)
+
+
+def test_a_table_that_fits_has_a_line_a_row() -> None:
+    made = new_table(["issuer", "synchronization"], ["twins"])
+    made.add_row("InputBuffer::add", "wait", "7")
+    fits, stacked = ([line.split() for line in rendered([made], width, colour=False) if line] for width in (80, 25))
+    assert fits[-1] == ["InputBuffer::add", "wait", "7"]
+    assert stacked[-2:] == [["InputBuffer::add", "wait"], ["7"]]
+
+
+def test_a_file_gets_wide_lines_unless_columns_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert (width_for(80, is_terminal=False), width_for(80, is_terminal=True)) == (LOG_WIDTH, 80)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert width_for(80, is_terminal=False) == 80
 
 
 # Progress.

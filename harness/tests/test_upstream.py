@@ -18,7 +18,7 @@ from harness.observe.streams import StreamsByAppearance
 from harness.observe.synchronizations import Fault, SynchronizationId
 from harness.perturb.plan import Plan
 from harness.report import upstream as report
-from harness.report.tables import rendered
+from harness.report.tables import LOG_WIDTH, rendered
 from harness.tests.simulator_support import registered
 from harness.upstream import observer, runs, study
 from harness.upstream.runs import AGAIN, ALONE, COMPLETE, DIED, FAILED, PASSED, TRACED, Issued, Log, Run, RunKey
@@ -197,7 +197,7 @@ def test_the_rate_is_of_what_could_be_killed(written: dict[str, Any]) -> None:
         study.TestStudy(**{**test, "left_out": [study.LeftOut(**each) for each in test["left_out"]]})
         for test in written["tests"]
     ]
-    lines = rendered(report.tables(studies, "sim"), 80, colour=False)
+    lines = rendered(report.tables(studies, "sim"), LOG_WIDTH, colour=False)
     assert lines[-1] == f"upstream kill rate: 2 of {score['judged']} ({score['kill_rate']:.1%})"
     redundant = every.count("redundant")
     assert any(f"with them it would be 2 of {score['judged'] + redundant}." in line for line in lines)
