@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from harness.errors import UsageError
+from harness.exit_codes import ExitCode
 from harness.perturb.plan import Plan
 from harness.processes import run_pytest
+
+if TYPE_CHECKING:
+    from harness.campaign.replay import Found
 
 Folders = Annotated[
     list[Path] | None, typer.Argument(metavar="DIRECTORY...", help="folders of runs; without any, the last run here")
@@ -25,7 +29,10 @@ Results = Annotated[
 
 
 def numbers(directories: Folders = None, as_json: Json = False) -> None:
-    """Say what any number of runs, of any machines, add up to: verdicts and rates of each case."""
+    """Say what any number of runs, of any machines, add up to: verdicts and rates of each case.
+
+    Exits with 5 if nothing ran.
+    """
     from harness.campaign.numbers import Numbers
     from harness.campaign.reader import find_runs
     from harness.campaign.run_directory import last_run_directory
@@ -40,6 +47,8 @@ def numbers(directories: Folders = None, as_json: Json = False) -> None:
         )
     else:
         _print(numbers_tables(found))
+    if not any(case.repetitions for case in found.cases.values()):
+        raise typer.Exit(ExitCode.NOTHING_RAN)
 
 
 def compare(
@@ -103,6 +112,7 @@ def reduce(
         if plan is not None:
             raise UsageError("--plan goes with the node id of a case; the id of a repetition has its plan.")
         found = find_repetition(target, results, Path.cwd())
+        _say_where(found)
         nodeid, options = found.record.nodeid, replay_options(found.plan, found.options)
         kind = found.options.device
     else:
@@ -129,6 +139,7 @@ def replay(
     from harness.report.failure import replay_command, replay_options
 
     found = find_repetition(identifier, results, Path.cwd())
+    _say_where(found)
     nodeid, options = found.record.nodeid, replay_options(found.plan, found.options)
     if script is None:
         print(replay_command(nodeid, found.plan, found.options), file=sys.stderr, flush=True)
@@ -136,10 +147,16 @@ def replay(
     raise typer.Exit(run_pytest(["-q", nodeid, *options, f"--script={script}"]))
 
 
+def _say_where(found: Found) -> None:
+    from harness.report.paths import shown
+
+    print(f"repetition {found.record.id} of {shown(found.directory)}", file=sys.stderr, flush=True)
+
+
 def _print(parts: list[Table | str]) -> None:
-    from harness.report.tables import rendered
+    from harness.report.tables import rendered, width_for
 
     console = Console()
-    # Rendered at a width of its own and printed as it is.
-    for line in rendered(parts, console.width, colour=console.is_terminal):
+    width = width_for(console.width, is_terminal=console.is_terminal)
+    for line in rendered(parts, width, colour=console.is_terminal):
         print(line)

@@ -26,6 +26,8 @@ class Found:
 
     record: RepetitionRecord
     options: Options
+    directory: Path
+    """Of its run."""
 
     @property
     def plan(self) -> Plan:
@@ -62,7 +64,7 @@ def find_repetition(identifier: str, results: Path | None, root: Path) -> Found:
         if found:
             # A repetition that was cut and run again when the run was resumed has two lines; the last one counts.
             record = found[-1]
-            return Found(record, _options(run.headers[record.worker]))
+            return Found(record, _options(run.headers[record.worker]), run.directory)
     where = results if results is not None else root / ".sidestream" / "runs"
     raise UsageError(f"no run in {where} has a repetition {identifier}: name the folder of its run with --results.")
 

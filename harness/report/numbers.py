@@ -39,6 +39,8 @@ def numbers_tables(numbers: Numbers) -> list[Table | str]:
                 cells.append(", ".join(_rate(each, case) for each in here) or "-")
             name = nodeid + (" (fresh processes)" if fresh else "")
             file = add_by_file(table, name, file, cells, style)
+    if not numbers.cases:
+        return ["There is no repetition.", *(f"warning: {problem}" for problem in numbers.problems)]
     return [
         table,
         f"{counted(len(numbers.cases), 'case')}, "

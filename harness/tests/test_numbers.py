@@ -206,5 +206,13 @@ def test_the_commands(tmp_path):
     assert json.loads(run(app, ["compare", str(a), str(b), "--json"]).stdout)["cases"][0]["change"] == "regression"
     shown = run(app, ["numbers", str(b)])
     assert shown.exit_code == 0 and "25/500 3.50% to 6.91%" in shown.stdout
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    writer = ResultWriter(empty, "main", {})
+    writer.say({"environment": {}})
+    writer.close()
+    nothing = run(app, ["numbers", str(empty)])
+    assert nothing.exit_code == 5 and "There is no repetition." in nothing.stdout
+    assert run(app, ["numbers", str(empty), "--json"]).exit_code == 5
     (case,) = json.loads(run(app, ["numbers", str(a), "--json"]).stdout)["cases"]
     assert case["strata"][0]["upper"] == pytest.approx(0.00597, abs=1e-5)

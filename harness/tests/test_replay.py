@@ -138,6 +138,8 @@ def test_a_race_is_replayed_by_its_id(suite):
     assert identifier is not None, ran.output
     again = harness(suite, "replay", identifier[1])
     assert again.code == 1, again.output
+    run = min((suite.folder / ".sidestream" / "runs").iterdir())  # the replay is a run of its own
+    assert again.output.startswith(f"repetition {identifier[1]} of .sidestream/runs/{run.name}\n")
     assert "--device sim --seed 7 --plan" in again.output
     first, second = (re.findall(r"value +(.*)", output) for output in (ran.output, again.output))
     assert first and first == second
