@@ -360,7 +360,7 @@ def test_a_case_that_needs_more_devices_than_there_are_is_not_covered(suite):
     marked = "import pytest\n\n@pytest.mark.devices({count})" + SAFE
     suite.write(marked.format(count=3))
     ran = suite.run("-rs")
-    assert ran.code == 0 and "not covered: needs 3 devices, and there is 2" in ran.output
+    assert ran.code == 5 and "not covered: needs 3 devices, and there is 2" in ran.output
     suite.write(marked.format(count=2))
     assert "1 passed" in suite.run().output
 
