@@ -259,6 +259,34 @@ def test_what_the_case_was_given_and_observed_is_not_freed_while_it_runs(own_lab
 # Observations.
 
 
+def made_elsewhere(lab: Lab) -> torch.Tensor:
+    """What another stream has made of a tensor that is the function's own, which nothing records there."""
+    with lab.stream("fill") as fill:
+        own = torch.full((ELEMENTS,), 5.0, device=lab.device)
+    with lab.stream("ambient") as ambient:
+        ambient.wait_stream(fill)
+        return own * 2.0
+
+
+@pytest.mark.parametrize("observes", [True, False], ids=["the_one_that_observes", "another"])
+def test_the_variables_of_a_function_live_on_if_it_is_the_one_that_observes(own_lab, observes):
+    def body() -> None:
+        if observes:
+            with own_lab.stream("fill") as fill:
+                own = torch.full((ELEMENTS,), 5.0, device=own_lab.device)
+            with own_lab.stream("ambient") as ambient:
+                ambient.wait_stream(fill)
+                made = own * 2.0
+                own_lab.observe(made, 10.0)
+        else:
+            made = made_elsewhere(own_lab)
+            with own_lab.stream("ambient"):
+                own_lab.observe(made, 10.0)
+
+    judgement = run_repetition(own_lab, body, 0, Plan(), with_happens_before=True).judgement
+    assert [race.kind for race in judgement.races] == ([] if observes else ["freed while in use"])
+
+
 def test_an_observation_is_a_copy_on_the_current_stream_and_waits_for_nothing(own_lab):
     tensor = torch.zeros(ELEMENTS, device=own_lab.device)
     own_lab.stream("fill")

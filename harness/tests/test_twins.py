@@ -123,6 +123,16 @@ def test_a_wait_that_orders_nothing_that_is_looked_at_survives(study):
     assert twin.note is not None and "orders nothing that anyone looks at" in twin.note
 
 
+def test_what_is_noticed_is_killed_whatever_the_proof_says(study, monkeypatch):
+    monkeypatch.setattr("harness.campaign.twins.implied", lambda trace, entries: "a chain that is none")
+    found = study(seed_elsewhere)
+    killed = [twin for twin in found.twins if twin.killed_by]
+    assert [twin.outcome for twin in killed] == ["killed"] * 3 and found.contradictions == killed
+    notes = {f"killed by {' and '.join(BOTH)}, although its order is implied"}
+    assert {twin.note for twin in killed} == notes
+    assert describe_failures(found, Options()).count("although its order is proved to be implied") == 3
+
+
 def test_a_stale_value_that_happens_to_be_right_is_no_kill_by_values(study):
     def make(lab):
         def body() -> None:
