@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from harness.campaign import case
 from harness.campaign.session import Session
 from harness.observe import tap
 
@@ -27,3 +28,4 @@ def _use_tap(self: Session) -> None:
 
 Session._open_native = _open_native  # type: ignore[method-assign]
 Session.use_tap = _use_tap  # type: ignore[method-assign]
+case._ORACLES = 1  # that can see a control race: happens-before
