@@ -11,6 +11,8 @@ from pathlib import Path
 from harness.tests.warm_python import run_pytest
 
 REPOSITORY = Path(__file__).parent.parent.parent
+WHOLE_DRILL = "SIDESTREAM_DRILL_KILLS" in os.environ
+"""Whether every fault is wanted, and not a sample that a machine for CI has the time for; see test_fault_drill.py."""
 _TIMEOUT_S = 240.0
 _MARK = "SIDESTREAM_SUITE"
 """Environment variable by which the processes of a suite are known."""

@@ -30,9 +30,8 @@ from harness.campaign.numbers import Numbers
 from harness.campaign.reader import find_runs, read_run
 from harness.campaign.resume import Earlier
 from harness.campaign.store import RepetitionRecord
-from harness.tests.suite_runner import CONTROL, RACY, SAFE, Ran, Suite, new_suite
+from harness.tests.suite_runner import CONTROL, RACY, SAFE, WHOLE_DRILL, Ran, Suite, new_suite
 
-WHOLE = "SIDESTREAM_DRILL_KILLS" in os.environ
 KILLS = int(os.environ.get("SIDESTREAM_DRILL_KILLS", "3"))
 KILLS_A_RUN = 5
 """After so many kills a run is left to complete, and compared with one that nothing happened to."""
@@ -225,11 +224,11 @@ SUITES = {"racy": (SUITE + RACY.replace("test_unordered", "test_racy"), 1), "saf
 
 @pytest.mark.timeout(120 + 60 * KILLS)
 @pytest.mark.parametrize(
-    ("source", "code"), list(SUITES.values())[: 2 if WHOLE else 1], ids=list(SUITES)[: 2 if WHOLE else 1]
+    ("source", "code"), list(SUITES.values())[: 2 if WHOLE_DRILL else 1], ids=list(SUITES)[: 2 if WHOLE_DRILL else 1]
 )
 def test_random_kills_lose_nothing_and_change_no_verdict(source: str, code: int, tmp_path: Path) -> None:
     draw = random.Random(f"kills/{code}")
-    kills = KILLS // 2 if WHOLE else KILLS
+    kills = KILLS // 2 if WHOLE_DRILL else KILLS
     reference = new_drill(tmp_path / "reference", source)
     started = time.monotonic()
     assert reference.run("--count", str(COUNT)).code == code
@@ -310,7 +309,7 @@ Session.is_broken_by = lambda self, error: "device-side assert" in str(error)
 
 
 def test_deadlocks_are_timeouts_of_their_repetitions_and_the_rest_goes_on(tmp_path: Path) -> None:
-    deadlocks = dict(list(DEADLOCKS.items())[: 3 if WHOLE else 2])
+    deadlocks = dict(list(DEADLOCKS.items())[: 3 if WHOLE_DRILL else 2])
     cases = [faulty(name, *lines) for name, lines in deadlocks.items()]
     drill = new_drill(tmp_path / "drill", "".join([IMPORTS, *cases, SAFE]))
     ran = drill.run("--count", "40", "--repetition-timeout", "3", "-n", "2")
@@ -331,7 +330,7 @@ def test_deadlocks_are_timeouts_of_their_repetitions_and_the_rest_goes_on(tmp_pa
 
 
 def test_crashes_are_infrastructure_of_their_repetitions_and_another_worker_goes_on(tmp_path: Path) -> None:
-    crashes = dict(list(CRASHES.items())[: 4 if WHOLE else 2])
+    crashes = dict(list(CRASHES.items())[: 4 if WHOLE_DRILL else 2])
     cases = [faulty(name, line) for name, line in [*crashes.items(), *DEMANDS.items(), ("broken", BROKEN)]]
     hopeless = (
         "import pytest\n\n@pytest.mark.repeat(1)"
@@ -378,7 +377,7 @@ def test_a_worker_that_gives_its_broken_device_up_fails_one_case_once(tmp_path: 
     assert failures(ran.output).keys() == {"broken"}
 
 
-@pytest.mark.parametrize("crash", ["segmentation_fault", "abort", "kill"][: 3 if WHOLE else 1])
+@pytest.mark.parametrize("crash", ["segmentation_fault", "abort", "kill"][: 3 if WHOLE_DRILL else 1])
 def test_a_crash_in_one_process_loses_nothing_that_had_ended(crash: str, tmp_path: Path) -> None:
     drill = new_drill(tmp_path / "drill", IMPORTS + faulty(crash, CRASHES[crash]) + SAFE)
     assert drill.run("--count", "40").code < 0
@@ -405,7 +404,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("workers", WORKERS if WHOLE else WORKERS[:1])
+@pytest.mark.parametrize("workers", WORKERS if WHOLE_DRILL else WORKERS[:1])
 def test_a_full_disk_loses_lines_and_no_verdict(workers: str, tmp_path: Path) -> None:
     drill = new_drill(tmp_path / "drill", SUITES["racy"][0])
     with small_disk(drill.run_folder, "48k"):
@@ -425,7 +424,7 @@ def test_a_full_disk_loses_lines_and_no_verdict(workers: str, tmp_path: Path) ->
         assert drill.kept().keys() == drill.whole(600)
 
 
-@pytest.mark.parametrize("workers", WORKERS if WHOLE else WORKERS[:1])
+@pytest.mark.parametrize("workers", WORKERS if WHOLE_DRILL else WORKERS[:1])
 def test_a_file_that_may_not_grow_loses_lines_and_no_verdict(workers: str, tmp_path: Path) -> None:
     drill = new_drill(tmp_path / "drill")
     limited = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))}
@@ -518,7 +517,7 @@ INTERRUPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("signal_name", "to", "workers"), INTERRUPTIONS[: 6 if WHOLE else 2])
+@pytest.mark.parametrize(("signal_name", "to", "workers"), INTERRUPTIONS[: 6 if WHOLE_DRILL else 2])
 def test_an_interrupted_run_ends_with_a_summary(drill: Drill, signal_name: str, to: str, workers: str) -> None:
     session = drill.start("--count", "1000000", "-n", workers)
     interrupt(drill, session, signal.Signals[signal_name], to)
@@ -527,20 +526,6 @@ def test_an_interrupted_run_ends_with_a_summary(drill: Drill, signal_name: str, 
     counted = re.search(r"([\d,]+) repetitions in", drill.output())
     assert counted is not None, drill.output()
     assert int(counted[1].replace(",", "")) >= 100
-    drill.require_nothing_lost()
-
-
-CAMPAIGNS = [("SIGTERM", "the controller"), ("SIGTERM", "all"), ("SIGINT", "the controller"), ("SIGINT", "all")]
-
-
-@pytest.mark.parametrize(("signal_name", "to"), CAMPAIGNS[: 4 if WHOLE else 1])
-def test_an_interrupted_campaign_ends_with_a_summary(drill: Drill, signal_name: str, to: str) -> None:
-    command = [sys.executable, "-m", "harness", "stress", "--device", "sim", "-n", "2", "--count", "1000000"]
-    session = drill.start(command=[*command, f"--results={drill.run_folder}"])
-    interrupt(drill, session, signal.Signals[signal_name], to)
-    assert session.wait(timeout=60) == 2, drill.output()
-    drill.require_nothing_left()
-    assert re.search(r"[\d,]+ repetitions in", drill.output()), drill.output()
     drill.require_nothing_lost()
 
 

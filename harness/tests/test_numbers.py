@@ -196,7 +196,7 @@ def test_the_commands(tmp_path):
     a, b = written(tmp_path / "a", 0, 500), written(tmp_path / "b", 25, 500)
     c = written(tmp_path / "c", 1, 500)
     (b / "gw9.jsonl").write_text("?\n")
-    run = CliRunner().invoke
+    run = CliRunner(env={"COLUMNS": "165"}).invoke
     worse = run(app, ["compare", str(a), str(b)])
     assert worse.exit_code == 1 and "B races more often than A: 1 regression." in worse.stdout
     assert "gw9.jsonl: 1 unreadable line was skipped" in worse.stdout

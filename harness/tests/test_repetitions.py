@@ -114,11 +114,11 @@ def test_a_control_that_never_races_fails_the_run(suite, workers):
 
 def test_the_same_seed_gives_the_same_plans_and_verdicts(tmp_path):
     seen = []
-    for name, seed in (("first", "7"), ("second", "7"), ("third", "8")):
+    for name, seed, *workers in (("first", "7", "-n", "2"), ("second", "7"), ("third", "8")):
         folder = tmp_path / name
         folder.mkdir()
         suite = new_suite(folder, SAFE + RACY)
-        suite.run("--count", "60", "--seed", seed, "-n", "2")
+        suite.run("--count", "60", "--seed", seed, *workers)
         seen.append([(r.nodeid, r.repetition, r.plan, r.verdict, r.raced_by, r.holds) for r in records(suite)])
     assert len(seen[0]) == 120
     assert seen[0] == seen[1]
@@ -343,7 +343,7 @@ def test_an_aim_that_is_no_stream_of_the_body_is_refused(suite):
 def test_failed_cases_are_selected_again_whatever_their_slices(suite):
     suite.write(RACY + SAFE)
     suite.run("--count", "6", "-n", "2")
-    again = suite.run("--count", "6", "-n", "2", "--lf")
+    again = suite.run("--count", "6", "--lf")
     assert "1 failed" in again.output
     assert "passed" not in again.output.splitlines()[-1]
 

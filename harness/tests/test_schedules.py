@@ -25,6 +25,7 @@ from harness.errors import UsageError
 from harness.judge.verdict import Verdict
 from harness.observe.instrument import Instrument
 from harness.observe.streams import StreamNames
+from harness.observe.trace import Origins
 from harness.perturb.plan import LaunchId, Plan
 from harness.perturb.schedule import (
     RECORD,
@@ -577,7 +578,13 @@ class TwoDevices:
             total = roots[0] + roots[1] + (roots[2] + roots[3]).to("sim:0") + crossed
             total.sum().backward()
             del roots, total, value, crossed
-        return repr((result.entries, self._native.schedule_report()["executed"]))
+        # PyTorch's numbers of threads and the engine's of backwards go on from one run to the next.
+        origins = Origins()
+        entries = [
+            (*entry[:9], *origins.numbers(*entry[9:11]), *entry[11:]) if entry[0] == "launch" else entry
+            for entry in result.entries
+        ]
+        return repr((entries, self._native.schedule_report()["executed"]))
 
     def recorded(self) -> HostOrder:
         """The order of the last run."""

@@ -18,7 +18,7 @@ from harness.campaign.allocate import allocate
 from harness.campaign.numbers import CaseNumbers, Sample, Stratum
 from harness.campaign.reader import read_run
 from harness.campaign.store import RepetitionRecord
-from harness.tests.suite_runner import CONTROL, RACY, SAFE, Ran, Suite, new_suite
+from harness.tests.suite_runner import CONTROL, RACY, SAFE, WHOLE_DRILL, Ran, Suite, new_suite
 
 # Each repetition draws whether it waits; the seed is fixed, and one process draws in order.
 FLAKY = "import random\ndraw = random.Random(7).random\nruns = []\n" + SAFE.replace(
@@ -28,6 +28,15 @@ FLAKY = "import random\ndraw = random.Random(7).random\nruns = []\n" + SAFE.repl
     "        runs.append(1)\n        if len(runs) < 3 or draw() >= 0.2:\n            ambient.wait_stream(fill)\n",
 )
 
+INTERRUPTIONS = [
+    pytest.param(number, to, id=f"{number.name}-{to}")
+    for number, to in (
+        (signal.SIGTERM, "the command"),
+        (signal.SIGINT, "all"),
+        (signal.SIGINT, "the command"),
+        (signal.SIGTERM, "all"),
+    )
+]
 STRESS = [sys.executable, "-m", "harness", "stress", "--device", "sim"]
 
 
@@ -100,7 +109,8 @@ def test_a_planted_flaky_race_is_found_and_its_rate_is_within_the_bounds(suite):
     assert sum(each["races"] for each in strata.values()) == flaky["verdicts"]["race"]  # type: ignore[index]
 
 
-def test_minutes_go_where_the_evidence_is_thin_until_ctrl_c(suite, tmp_path_factory):
+@pytest.mark.parametrize(("number", "to"), INTERRUPTIONS[: 4 if WHOLE_DRILL else 1])
+def test_minutes_go_where_the_evidence_is_thin_until_they_are_interrupted(suite, tmp_path_factory, number, to):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "run"
     suite.write(FLAKY + SAFE + CONTROL.replace("test_unordered", "test_control"))
     process = subprocess.Popen(
@@ -120,7 +130,10 @@ def test_minutes_go_where_the_evidence_is_thin_until_ctrl_c(suite, tmp_path_fact
         time.sleep(0.2)
         kept = records(elsewhere)
         rounds = list(dict.fromkeys(record.session for record in kept if record.adaptive))
-    os.killpg(process.pid, signal.SIGINT)
+    if to == "all":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
     assert "where the evidence was thin" in output
