@@ -61,8 +61,7 @@ run_part() {
 run_part ruff ruff check .
 run_part format ruff format --check .
 run_part mypy mypy
-# One worker more than cores: these tests wait for processes, builds and time limits about a third of their time.
-run_part harness pytest harness/tests -n "$(($(nproc) + 1))" --dist worksteal ${options[@]+"${options[@]}"}
+run_part harness pytest harness/tests -n auto --dist worksteal ${options[@]+"${options[@]}"}
 run_part canary harness canary --device sim
 run_part suite pytest -n auto --count "$suite_count" --device sim
 run_part twins harness twins --device sim -n auto

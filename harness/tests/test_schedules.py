@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from harness.errors import UsageError
 from harness.judge.verdict import Verdict
 from harness.observe.instrument import Instrument
 from harness.observe.streams import StreamNames
-from harness.observe.trace import Origins
 from harness.perturb.plan import LaunchId, Plan
 from harness.perturb.schedule import (
     RECORD,
@@ -578,12 +576,8 @@ class TwoDevices:
             total = roots[0] + roots[1] + (roots[2] + roots[3]).to("sim:0") + crossed
             total.sum().backward()
             del roots, total, value, crossed
-        # PyTorch's numbers of threads and the engine's of backwards go on from one run to the next.
-        origins = Origins()
-        entries = [
-            (*entry[:9], *origins.numbers(*entry[9:11]), *entry[11:]) if entry[0] == "launch" else entry
-            for entry in result.entries
-        ]
+        # PyTorch's numbers of threads and the engine's of backwards differ from one run, and process, to the next.
+        entries = [entry[:9] + entry[11:] if entry[0] == "launch" else entry for entry in result.entries]
         return repr((entries, self._native.schedule_report()["executed"]))
 
     def recorded(self) -> HostOrder:
@@ -611,7 +605,7 @@ def test_backward_on_two_devices_is_replayed_by_the_order_of_its_threads(native:
     sides = [(side.device_index, side.stream_id) for side in program.sides]
     done = run_script(
         f"""
-        import hashlib, warnings
+        import warnings
         import torch
         from harness.backends.simulator import set_schedule
         from harness.perturb.schedule import parse_schedule
@@ -624,10 +618,10 @@ def test_backward_on_two_devices_is_replayed_by_the_order_of_its_threads(native:
         program = TwoDevices(native, sides)
         program.run()
         set_schedule(parse_schedule({str(replay)!r}))
-        print(hashlib.sha256(program.run().encode()).hexdigest())
+        print(program.run())
         """
     )
-    assert done.stdout == hashlib.sha256(recorded.encode()).hexdigest() + "\n", done.stderr
+    assert done.stdout == recorded + "\n", done.stderr
 
 
 @pytest.mark.timeout(60)
