@@ -19,8 +19,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PRELOADED = ["torch", "torch.utils.cpp_extension", "sympy", "scipy.stats", "rich.console", "pytest"]
-"""Nothing of ours, and no plugin of pytest's, whose assertions could not be rewritten any more."""
+from harness.tests import warm_workers
+
+_PRELOADED = [
+    "torch",
+    "torch.utils.cpp_extension",
+    "sympy",
+    "scipy.stats",
+    "rich.console",
+    "pytest",
+    "execnet.gateway_io",
+]
+"""No plugin of pytest's, whose assertions could not be rewritten any more."""
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(_PRELOADED)
 
@@ -64,6 +74,8 @@ def _pytest(arguments: list[str], folder: str, environment: dict[str, str], outp
     sys.path[:] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_installed_paths()]
     sys.argv = ["pytest", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "-n" in arguments:
+        warm_workers.prepare()
     try:
         runpy.run_module("pytest", run_name="__main__", alter_sys=True)
         code = 0
