@@ -351,6 +351,10 @@ class Controller:
         for report in case.merged(nodeid):
             report.node = case.node
             yield report
+        # What the slices have counted is in the merged reports; kept here it would grow with the cases.
+        for reports in (case.setups, case.calls, case.teardowns):
+            reports.clear()
+        case.recovered.clear()
 
     def pytest_handlecrashitem(self, crashitem: str, report: Report) -> None:
         """A worker died in a case: keep the repetitions that it had finished, and say what it was doing."""

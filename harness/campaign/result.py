@@ -52,6 +52,8 @@ class CaseResult:
     verdicts: dict[str, int] = field(default_factory=dict)
     plans: dict[str, list[int]] = field(default_factory=dict)
     """For each plan: conclusive repetitions, of which raced."""
+    settled_sets: int = 0
+    """How many sets of held launches are no longer told apart in ``plans``; see :meth:`settle`."""
     cycles: list[int] = field(default_factory=list)
     """For each cycle of plans of a control: its repetitions as long as none raced, then -1.
 
@@ -141,6 +143,22 @@ class CaseResult:
         ]
         for reason, cause in other.causes.items():
             self._add_cause(reason, replace(cause))
+
+    def settle(self) -> None:
+        """Tell the sets of held launches no longer apart, once no other result is to be merged into this one.
+
+        They are most of what a result takes, and a run keeps that of every case until its end.
+        """
+        sets = [plan for plan in self.plans if _is_set(plan)]
+        if len(sets) < 2:
+            return
+        counts = [self.plans.pop(plan) for plan in sets]
+        self.plans[_FURTHER_SETS] = [sum(column) for column in zip(*counts, strict=True)]
+        self.settled_sets += len(sets) - 1
+
+    def distinct_plans(self) -> int:
+        """How many plans ran; beyond the first few hundred, sets of held launches count as one."""
+        return len(self.plans) + self.settled_sets
 
     def singles_covered(self) -> int:
         """How many launches were held alone at least once."""

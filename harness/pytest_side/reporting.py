@@ -52,6 +52,7 @@ class Recorder:
         if data is not None:
             self._run.reported.add(report.nodeid)
             result = self._run.results[report.nodeid] = CaseResult.from_json(data)
+            result.settle()
             code = code or outcome_of(result).exit_code
         if report.failed:
             self._run.exit_codes.add(ExitCode(code or ExitCode.RACE))

@@ -14,7 +14,7 @@ def properties(result: CaseResult) -> list[tuple[str, str]]:
     found = {
         "kind": kind,
         "repetitions": result.repetitions,
-        "plans": len(result.plans),
+        "plans": result.distinct_plans(),
         "launches": result.launches,
         **{verdict.value: result.count(verdict) for verdict in Verdict},
     }

@@ -53,7 +53,7 @@ def _table(groups: Mapping[str, list[CaseResult]], options: Options) -> Table:
         figures = (
             str(len(cases)),
             f"{sum(case.repetitions for case in cases):,}",
-            f"{sum(len(case.plans) for case in cases):,}",
+            f"{sum(case.distinct_plans() for case in cases):,}",
             _verdicts(cases),
             _evidence(cases, options),
         )

@@ -86,6 +86,22 @@ def test_launches_held_alone_and_the_thinnest_plan():
     assert result.thinnest_plan() == 2, "sets depend on the seed and do not count"
 
 
+def test_a_settled_result_takes_little_and_says_the_same():
+    result = CaseResult(CASE, launches=2, cycle_length=4)
+    plans = ["baseline", "hold=fill:0", "hold=fill:1", *(f"hold=fill:0,ambient:{number}" for number in range(300))]
+    for number, plan in enumerate(2 * plans):
+        result.add(record(number, Verdict.PASS, plan))
+    before = result.distinct_plans(), result.singles_covered(), result.thinnest_plan(), result.unseen()
+    size = len(json.dumps(result.to_json()))
+    result.settle()
+    result.settle()
+    assert (result.distinct_plans(), result.singles_covered(), result.thinnest_plan(), result.unseen()) == before
+    assert before[0] == 303
+    assert sum(held for held, _ in result.plans.values()) == result.repetitions == 606
+    assert len(json.dumps(result.to_json())) < size / 10
+    assert there_and_back(result) == result
+
+
 def test_what_is_kept_of_a_case_does_not_grow_with_its_repetitions():
     """But for a number a cycle; each slice sees a part of every cycle, and so no cycle is ever done with."""
 
@@ -396,6 +412,8 @@ def test_reports_of_slices_wait_for_the_last_and_become_one_a_phase():
     assert [each.duration for each in merged] == [1.0, 1.0, 1.0]
     assert {each.node for each in merged} == {"worker 0"}
     assert CaseResult.from_json(merged[1].sidestream).repetitions == 3
+    (kept,) = taking._cases.values()
+    assert kept.complete and not [*kept.setups, *kept.calls, *kept.teardowns, *kept.recovered]
 
 
 def test_slices_that_each_look_right_may_fail_together():
